@@ -28,7 +28,8 @@ class Key:
             `float` takes whole numbers too.
         help: one line that says what the key does.
         default: the value that the plugin sees when the key is absent or null.
-        under: the dotted paths (below `plugins:`) under which the key may be written; empty means every path of the plugin.
+        under: the dotted paths (below `plugins:`) under which the key may be written; empty means every path of the
+            plugin.
 
     A kernel switch that allows the value `"auto"` is part of what `foak explain` shows when no configuration is given.
     """

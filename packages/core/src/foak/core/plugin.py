@@ -10,9 +10,8 @@ from foak.core.errors import ConfigError
 from foak.core.keys import Key
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-
     from foak.core.patching import ModelPatcher
+    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 __all__ = ["AccelerationPlugin", "Key", "Section", "require_package"]
 
@@ -128,7 +127,7 @@ class AccelerationPlugin:
         """
 
     def prepare(self, trainer: Trainer) -> None:
-        """Changes a trainer (collator, sampler, loss) through `self.patcher.set_attribute`, so that it is reversible."""
+        """Changes a trainer (collator, sampler, loss) through `self.patcher.set_attribute`, which can be undone."""
 
     def callbacks(self) -> Sequence[TrainerCallback]:
         """Callbacks to add to the trainer; `restore()` removes them again."""
