@@ -1,0 +1,90 @@
+"""Which implementation of an op runs for a given tensor: its Triton kernel or its plain PyTorch twin.
+
+The choice is made on every call from the tensor itself, so that one process may hold models on several devices. It is
+never made by catching an error: each answer has a reason, which `explain` puts into words.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+Backend = Literal["triton", "reference"]
+
+_TRITON_DEVICES = ("cuda",)  # ROCm devices carry this name too
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+_by_device_type: dict[str, Backend] = {}
+_forced: Backend | None = None
+
+
+def backend_for(tensor: torch.Tensor, *others: torch.Tensor | None) -> Backend:
+    """The implementation that an op runs for `tensor`; `others` are its further arguments, of which each may be None.
+
+    "triton" for tensors on a GPU when `triton` can be imported, and for CPU tensors when the environment has
+    `TRITON_INTERPRET=1` (Triton's interpreter, for tests); "reference" elsewhere, and always when one of the tensors is
+    float64 (the kernels compute in fp32) or a tensor subclass (a DTensor has no single block of memory to point at).
+    """
+    if _forced is not None:
+        return _forced
+    if tensor.dtype is torch.float64 or type(tensor) not in _PLAIN_TYPES:
+        return "reference"
+    for other in others:
+        if other is not None and (other.dtype is torch.float64 or type(other) not in _PLAIN_TYPES):
+            return "reference"
+    device_type = tensor.device.type
+    backend = _by_device_type.get(device_type)
+    if backend is None:
+        backend = _choose(device_type)
+        if not torch.compiler.is_compiling():
+            _by_device_type[device_type] = backend
+    return backend
+
+
+def triton_available() -> bool:
+    """Whether `triton` can be imported here. Imports it when asked for the first time."""
+    return _triton_problem() is None
+
+
+def explain(device_type: str) -> str:
+    """One sentence for people: which implementation runs for tensors on `device_type` ("cuda", "cpu", ...), and why."""
+    if _choose(device_type) == "triton":
+        if device_type in _TRITON_DEVICES:
+            version = importlib.import_module("triton").__version__
+            return f"{device_type}: Triton kernels (triton {version})"
+        return f"{device_type}: Triton kernels in Triton's interpreter, because TRITON_INTERPRET=1 is set (slow: for tests)"
+    if device_type not in _TRITON_DEVICES and not _interpreting():
+        return f"{device_type}: plain PyTorch, because the Triton kernels need a CUDA or ROCm device"
+    return f"{device_type}: plain PyTorch, because triton cannot be imported ({_triton_problem()})"
+
+
+@contextmanager
+def forced_backend(backend: Backend) -> Iterator[None]:
+    """Inside the block every op of this process runs `backend`, whatever its tensors are: for tests and for debugging."""
+    global _forced
+    before = _forced
+    _forced = backend
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def _choose(device_type: str) -> Backend:
+    runs_kernels = device_type in _TRITON_DEVICES or (device_type == "cpu" and _interpreting())
+    return "triton" if runs_kernels and triton_available() else "reference"
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _triton_problem() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
