@@ -2,7 +2,7 @@
 
 Every test that takes `backend` runs twice: on the plain PyTorch twin and on the Triton kernel. Where a GPU is, the
 kernel runs compiled on it; elsewhere it runs on the CPU in Triton's interpreter, which Triton turns on by reading
-`TRITON_INTERPRET` while the kernels' modules are imported. So it is set here, before anything imports them.
+`TRITON_INTERPRET` while the kernels' modules are imported. So it is set here, before a kernel is first asked for.
 
     pytest shared/kernels/tests            # CPU, or compiled where a GPU is
     pytest shared/kernels/tests -m gpu     # only what needs a GPU
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from foak.kernels.backend import Backend, backend_for, forced_backend
+
 ON_GPU = torch.cuda.is_available()
 
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-
-from foak.kernels.backend import Backend, backend_for, forced_backend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Ba
     """The implementation that the ops of a test run; "triton" is what is chosen here without any forcing."""
     name: Backend = request.param
     if name == "triton":
-        assert backend_for(torch.empty(0, device=device)) == "triton", "the kernels do not run here: is triton installed?"
+        assert backend_for(torch.empty(0, device=device)) == "triton", "the kernels do not run here"
         yield name
     else:
         with forced_backend(name):

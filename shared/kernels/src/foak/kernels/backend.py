@@ -55,7 +55,7 @@ def explain(device_type: str) -> str:
         if device_type in _TRITON_DEVICES:
             version = importlib.import_module("triton").__version__
             return f"{device_type}: Triton kernels (triton {version})"
-        return f"{device_type}: Triton kernels in Triton's interpreter, because TRITON_INTERPRET=1 is set (slow: for tests)"
+        return f"{device_type}: Triton kernels in Triton's slow interpreter, because TRITON_INTERPRET=1 is set"
     if device_type not in _TRITON_DEVICES and not _interpreting():
         return f"{device_type}: plain PyTorch, because the Triton kernels need a CUDA or ROCm device"
     return f"{device_type}: plain PyTorch, because triton cannot be imported ({_triton_problem()})"
@@ -63,7 +63,7 @@ def explain(device_type: str) -> str:
 
 @contextmanager
 def forced_backend(backend: Backend) -> Iterator[None]:
-    """Inside the block every op of this process runs `backend`, whatever its tensors are: for tests and for debugging."""
+    """Inside the block every op of this process runs `backend` whatever its tensors are: for tests and debugging."""
     global _forced
     before = _forced
     _forced = backend
