@@ -1,0 +1,255 @@
+"""The patcher: offers every module of a model to every rule, verifies, binds, reports, and takes all of it off again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from foak.core.errors import UnsupportedError
+from foak.core.patching import binding as bindings
+from foak.core.patching.rebinding import called_global, rebind
+from foak.core.patching.rule import NotApplicable, Rule
+from foak.core.patching.twin import is_tensor_parallel, parameters_of, stand_in, trial_device
+from foak.core.patching.verify import Verdict, compare, isolated
+from foak.core.report import PatchRecord, PatchReport
+
+_ABSENT = object()
+_POSITION_ATTRIBUTES = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
+"""Where a module stands in a stack: no part of what it computes from its inputs and parameters."""
+
+
+@dataclass
+class _Plan:
+    """What the rules have settled on for one module, before anything is bound."""
+
+    module: nn.Module
+    replacement: Callable[..., Any] | None = None
+    replaced_by: str = ""
+    functions: dict[str, Any] = field(default_factory=dict)
+    functions_by: dict[str, str] = field(default_factory=dict)
+    wrappers: list[tuple[str, Callable[..., Any]]] = field(default_factory=list)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        names = [self.replaced_by] if self.replaced_by else []
+        return (*names, *self.functions_by.values(), *(name for name, _ in self.wrappers))
+
+
+class ModelPatcher:
+    """Applies rules to one model, per module instance.
+
+    No class, no module of Python and no other model is changed, so two patchers cannot undo one another. Within one
+    patcher, rules on the same module compose when they replace different things (a function that the forward calls, the
+    whole forward, a wrapper around it); where two want the same thing the second is kept out and the report names both.
+    """
+
+    def __init__(self) -> None:
+        self.rules: list[Rule] = []
+        self._bound: list[tuple[nn.Module, bindings.Binding]] = []
+        self._attributes: list[tuple[Any, str, Any]] = []
+        self._verdicts: dict[Hashable, Verdict] = {}
+        self._rebound: dict[Hashable, Callable[..., Any]] = {}
+
+    def add(self, rule: Rule) -> None:
+        """Add a rule; raises ``ValueError`` for a name that is taken."""
+        if any(rule.name == other.name for other in self.rules):
+            raise ValueError(f"a rule named {rule.name!r} was added already")
+        self.rules.append(rule)
+
+    def apply(self, model: nn.Module, *, strict: bool = True) -> PatchReport:
+        """Offer every module of a model to every rule, and bind what passes verification.
+
+        Args:
+            model: the model; on the meta device nothing but stand-ins on the CPU computes.
+            strict: refuse a model in which rules that were asked for by name found nothing of their kind.
+
+        Returns:
+            The report: one record for each pair of a rule and a module that it matched.
+
+        Raises:
+            UnsupportedError: under ``strict``, naming the configuration keys; nothing is patched then.
+        """
+        report = PatchReport()
+        plans: list[_Plan] = []
+        for name, module in model.named_modules():
+            plan = _Plan(module)
+            for rule in self.rules:
+                record = self._consider(rule, name, module, plan)
+                if record is not None:
+                    report.records.append(record)
+            if plan.rules:
+                plans.append(plan)
+        if strict:
+            self._refuse_unserved(model, report)
+        for plan in plans:
+            self._bind(plan)
+        return report
+
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Set an instance attribute of any object; `restore` puts back what was there, or its absence."""
+        self._attributes.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Take everything off, last first. What others have wrapped since stays theirs, and passes through ours."""
+        while self._attributes:
+            owner, name, value = self._attributes.pop()
+            if value is _ABSENT:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = value
+        while self._bound:
+            module, binding = self._bound.pop()
+            binding.remove(module)
+
+    # -- one rule and one module ------------------------------------------------------------------------------------
+
+    def _consider(self, rule: Rule, name: str, module: nn.Module, plan: _Plan) -> PatchRecord | None:
+        try:
+            reason = rule.match(module)
+        except NotApplicable as error:
+            return _record(rule, name, module, "kept", str(error))
+        if reason is None:
+            return None
+        refusal = self._refusal(rule, module, plan)
+        if refusal is not None:
+            return _record(rule, name, module, "kept", refusal)
+        try:
+            verdict = self._verify(rule, module)
+            replacement = rule.build(module) if verdict.passed else None
+        except NotApplicable as error:
+            return _record(rule, name, module, "kept", str(error))
+        if replacement is None:
+            return _record(rule, name, module, "kept", verdict.reason)
+        if rule.wraps:
+            plan.wrappers.append((rule.name, replacement))
+        elif rule.function_name is not None:
+            plan.functions[rule.function_name] = replacement
+            plan.functions_by[rule.function_name] = rule.name
+        else:
+            plan.replacement, plan.replaced_by = replacement, rule.name
+        return _record(rule, name, module, "patched", f"{reason}; {verdict.reason}" if verdict.reason else reason)
+
+    def _refusal(self, rule: Rule, module: nn.Module, plan: _Plan) -> str | None:
+        """Why a rule cannot have its target on this module, whoever holds it; None if it can."""
+        earlier = bindings.binding_of(module)
+        if earlier is not None and not rule.wraps:
+            return f"the forward is patched already, by {', '.join(earlier.rules)}; {rule.name} was not added to it"
+        if is_tensor_parallel(module):
+            return "its parameters are sharded (DTensor); apply foak before sharding"
+        function_name = rule.function_name
+        if function_name is not None:
+            if function_name in plan.functions_by:
+                return f"{function_name} is replaced already, by {plan.functions_by[function_name]}, not by {rule.name}"
+            if plan.replaced_by:
+                return f"the whole forward is replaced by {plan.replaced_by}, so {rule.name} has no call to replace"
+        elif not rule.wraps:
+            if plan.replaced_by:
+                return f"the forward is replaced already, by {plan.replaced_by}, not by {rule.name}"
+            if plan.functions_by:
+                others = ", ".join(plan.functions_by.values())
+                return f"the forward's calls are replaced by {others}, so {rule.name} must leave the forward"
+            if bindings.own_forward(module) is None:
+                return "somebody else has replaced this instance's forward"
+        return None
+
+    # -- verification -----------------------------------------------------------------------------------------------
+
+    def _verify(self, rule: Rule, module: nn.Module) -> Verdict:
+        if rule.verify is None and rule.wraps:
+            return Verdict(True, "")
+        key = (rule.name, _structure(module), rule.function_name and id(_called(rule, module)))
+        if key not in self._verdicts:
+            with isolated(trial_device(module)):
+                self._verdicts[key] = rule.verify(module) if rule.verify else self._try(rule, module)
+        return self._verdicts[key]
+
+    def _try(self, rule: Rule, module: nn.Module) -> Verdict:
+        twin = stand_in(module)
+        replacement = rule.build(twin)
+        verdict = Verdict(False, "the rule has no trial call")
+        for args, kwargs in rule.cases(twin):
+            if rule.function_name is not None:
+                verdict = compare(_called(rule, module), replacement, args, kwargs)
+            else:
+                forward = bindings.own_forward(module)
+                assert forward is not None  # `_refusal` has looked
+                wide = copy.deepcopy(twin).double()
+                verdict = compare(
+                    lambda *a, **k: forward(twin, *a, **k),
+                    lambda *a, **k: replacement(twin, *a, **k),
+                    args,
+                    kwargs,
+                    parameters=parameters_of(twin),
+                    wide=lambda *a, wide=wide, **k: forward(wide, *a, **k),
+                    wide_parameters=parameters_of(wide),
+                )
+            if not verdict.passed:
+                return verdict
+        return verdict
+
+    # -- binding ----------------------------------------------------------------------------------------------------
+
+    def _bind(self, plan: _Plan) -> None:
+        module = plan.module
+        replacement = plan.replacement
+        if plan.functions:
+            current = bindings.current_function(module, bindings.forward_slot(module))
+            key = (id(current), *((name, id(value)) for name, value in sorted(plan.functions.items())))
+            if key not in self._rebound:
+                self._rebound[key] = rebind(current, plan.functions)  # type: ignore[arg-type]
+            replacement = self._rebound[key]
+        binding = bindings.bind(module, plan.rules, replacement, [wrapper for _, wrapper in plan.wrappers])
+        self._bound.append((module, binding))
+
+    def _refuse_unserved(self, model: nn.Module, report: PatchReport) -> None:
+        served = {record.rule for record in report.records}
+        keys = {rule.key for rule in self.rules if rule.key}
+        unserved = sorted(k for k in keys if not any(r.name in served for r in self.rules if r.key == k))
+        if unserved:
+            kernels = "; ".join(
+                f"{key} ({', '.join(rule.kernel or rule.name for rule in self.rules if rule.key == key)})"
+                for key in unserved
+            )
+            raise UnsupportedError(
+                f"{type(model).__name__} has no module that could take what was asked for by name: {kernels}. "
+                "Set the key to false, or to auto to have it used where it fits."
+            )
+
+
+def _record(rule: Rule, name: str, module: nn.Module, outcome: Any, reason: str) -> PatchRecord:
+    return PatchRecord(name, type(module).__name__, rule.name, rule.kernel or rule.name, outcome, reason)
+
+
+def _called(rule: Rule, module: nn.Module) -> Callable[..., Any]:
+    assert rule.function_name is not None
+    forward = bindings.current_function(module, bindings.forward_slot(module))
+    function = called_global(forward, rule.function_name)
+    if function is None:
+        raise NotApplicable(f"its forward calls nothing by the name {rule.function_name}")
+    return function  # type: ignore[no-any-return]
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """What two modules must share for one verification to speak for both."""
+    own = tuple(
+        (name, tuple(t.shape), t.dtype, t.device)
+        for name, t in [*module._parameters.items(), *module._buffers.items()]
+        if isinstance(t, torch.Tensor)
+    )
+    simple = tuple(
+        sorted(
+            (k, repr(v))
+            for k, v in module.__dict__.items()
+            if isinstance(v, (bool, int, float, str, torch.dtype)) and k not in _POSITION_ATTRIBUTES
+        )
+    )
+    forward = bindings.current_function(module, bindings.forward_slot(module))
+    code = getattr(forward, "__code__", None)
+    children = tuple((name, _structure(child)) for name, child in module._modules.items() if child is not None)
+    return (type(module), code, own, simple, children)
