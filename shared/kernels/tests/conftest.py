@@ -14,12 +14,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foak.kernels.backend import Backend, backend_for, forced_backend
+from foak.kernels.backend import Backend, backend_for, forced_backend, triton_available
+from foak.kernels.testing import make_interpreter_round_bf16
 
 ON_GPU = torch.cuda.is_available()
 
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    if triton_available():
+        make_interpreter_round_bf16()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
