@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -10,8 +11,9 @@ from foak.core.errors import ConfigError
 from foak.core.keys import Key
 
 if TYPE_CHECKING:
-    from foak.core.patching import ModelPatcher
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+    from foak.core.patching import ModelPatcher
 
 __all__ = ["AccelerationPlugin", "Key", "Section", "require_package"]
 
@@ -150,6 +152,16 @@ def require_package(package: str, wanted_by: str, install: str | None = None) ->
     Raises:
         ConfigError: the package is missing; the message has the `pip install` line.
     """
-    if importlib.util.find_spec(package) is None:
+    if not _importable(package):
         line = install or package.replace("_", "-")
+        line = f"'{line}'" if "[" in line else line
         raise ConfigError(f"{wanted_by} needs the package {package}, which is not installed: pip install {line}")
+
+
+def _importable(package: str) -> bool:
+    if package in sys.modules:  # also one that was put there by hand, which find_spec cannot look up
+        return sys.modules[package] is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name is missing
+        return False

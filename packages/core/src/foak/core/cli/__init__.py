@@ -1,0 +1,1 @@
+"""The command `foak`: one module for each subcommand, loaded when it is called."""
