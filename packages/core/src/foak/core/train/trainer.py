@@ -1,0 +1,30 @@
+"""SFTTrainer whose checkpoints are whole or not there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from trl import SFTTrainer
+
+from foak.core.train.storage import last_checkpoint, named_failure
+
+__all__ = ["RunTrainer"]
+
+
+class RunTrainer(SFTTrainer):  # type: ignore[misc]
+    """`SFTTrainer`; a checkpoint that cannot be written is removed and reported in one sentence."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        output = Path(self.args.output_dir)
+        folder = output / f"checkpoint-{self.state.global_step}"
+        before = last_checkpoint(output)
+        kept = f"the last whole checkpoint is {before}" if before is not None else "no checkpoint was saved before"
+        try:
+            with named_failure("The checkpoint", folder, kept):
+                super()._save_checkpoint(model, trial)
+        except OSError:
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
