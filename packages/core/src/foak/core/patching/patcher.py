@@ -33,9 +33,11 @@ class _Plan:
     functions: dict[str, Any] = field(default_factory=dict)
     functions_by: dict[str, str] = field(default_factory=dict)
     wrappers: list[tuple[str, Callable[..., Any]]] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes_by: dict[str, str] = field(default_factory=dict)
 
     @property
-    def rules(self) -> tuple[str, ...]:
+    def forward_rules(self) -> tuple[str, ...]:
         names = [self.replaced_by] if self.replaced_by else []
         return (*names, *self.functions_by.values(), *(name for name, _ in self.wrappers))
 
@@ -82,7 +84,7 @@ class ModelPatcher:
                 record = self._consider(rule, name, module, plan)
                 if record is not None:
                     report.records.append(record)
-            if plan.rules:
+            if plan.forward_rules or plan.attributes:
                 plans.append(plan)
         if strict:
             self._refuse_unserved(model, report)
@@ -128,6 +130,9 @@ class ModelPatcher:
             return _record(rule, name, module, "kept", verdict.reason)
         if rule.wraps:
             plan.wrappers.append((rule.name, replacement))
+        elif rule.attribute_name is not None:
+            plan.attributes[rule.attribute_name] = replacement
+            plan.attributes_by[rule.attribute_name] = rule.name
         elif rule.function_name is not None:
             plan.functions[rule.function_name] = replacement
             plan.functions_by[rule.function_name] = rule.name
@@ -137,6 +142,11 @@ class ModelPatcher:
 
     def _refusal(self, rule: Rule, module: nn.Module, plan: _Plan) -> str | None:
         """Why a rule cannot have its target on this module, whoever holds it; None if it can."""
+        attribute = rule.attribute_name
+        if attribute is not None:
+            if attribute in plan.attributes_by:
+                return f"{attribute} is replaced already, by {plan.attributes_by[attribute]}, not by {rule.name}"
+            return None
         earlier = bindings.binding_of(module)
         if earlier is not None and not rule.wraps:
             return f"the forward is patched already, by {', '.join(earlier.rules)}; {rule.name} was not added to it"
@@ -170,7 +180,7 @@ class ModelPatcher:
         return self._verdicts[key]
 
     def _try(self, rule: Rule, module: nn.Module) -> Verdict:
-        twin = stand_in(module)
+        twin = module if rule.function_name is not None else stand_in(module)
         replacement = rule.build(twin)
         verdict = Verdict(False, "the rule has no trial call")
         for args, kwargs in rule.cases(twin):
@@ -197,6 +207,10 @@ class ModelPatcher:
 
     def _bind(self, plan: _Plan) -> None:
         module = plan.module
+        for name, value in plan.attributes.items():
+            self.set_attribute(module, name, value)
+        if not plan.forward_rules:
+            return
         replacement = plan.replacement
         if plan.functions:
             current = bindings.current_function(module, bindings.forward_slot(module))
@@ -204,7 +218,7 @@ class ModelPatcher:
             if key not in self._rebound:
                 self._rebound[key] = rebind(current, plan.functions)  # type: ignore[arg-type]
             replacement = self._rebound[key]
-        binding = bindings.bind(module, plan.rules, replacement, [wrapper for _, wrapper in plan.wrappers])
+        binding = bindings.bind(module, plan.forward_rules, replacement, [wrapper for _, wrapper in plan.wrappers])
         self._bound.append((module, binding))
 
     def _refuse_unserved(self, model: nn.Module, report: PatchReport) -> None:

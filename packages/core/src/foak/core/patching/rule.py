@@ -24,15 +24,17 @@ class Rule:
 
     Attributes:
         name: unique within a patcher; stands in the report and in every refusal.
-        target: what is replaced: ``"forward"``, the module's forward, or ``"forward:NAME"``, the function that the
-            module's forward calls by its global name ``NAME`` (also through decorators).
+        target: what is replaced: ``"forward"``, the module's forward; ``"forward:NAME"``, the function that the
+            module's forward calls by its global name ``NAME`` (also through decorators); or ``"attribute:NAME"``, an
+            attribute of the instance.
         match: says why the module is of this rule's kind (one short sentence for the report), or None if it is not.
             It decides by structure, and must not look at values of parameters: they may be on the meta device.
-        sample: arguments of one trial call. It gets the module's stand-in (see ``foak.core.patching.twin``) and draws
-            from torch's default generator, which is seeded and put back around it.
+        sample: arguments of one trial call. For ``"forward"`` it gets the module's stand-in (see
+            ``foak.core.patching.twin``), else the module. It draws from torch's default generator, which is seeded and
+            put back around it.
         build: the replacement. For ``"forward"``: a function whose first argument is the module; for
-            ``"forward:NAME"``: a callable with the signature of ``NAME``. It must not close over the module. The
-            module that it gets is the stand-in during verification, so it must not keep it either.
+            ``"forward:NAME"``: a callable with the signature of ``NAME``; for ``"attribute:NAME"``: the value, and the
+            rule needs ``verify``. It must not close over the module (which is a stand-in during verification).
         kernel: what runs instead, for the report; the rule's name by default.
         key: the dotted configuration key by which a user asked for this rule, if it was asked for by name. A model
             without any module that the rules of one key match is then refused.
@@ -56,16 +58,25 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Check the target's form; raises ``ValueError``."""
-        head, colon, function = self.target.partition(":")
-        if head != "forward" or (colon and not function.isidentifier()):
-            raise ValueError(f"rule {self.name!r}: target {self.target!r} is neither 'forward' nor 'forward:NAME'")
-        if self.wraps and self.function_name is not None:
+        kind, colon, name = self.target.partition(":")
+        if kind not in ("forward", "attribute") or bool(colon) != name.isidentifier() or self.target == "attribute":
+            raise ValueError(
+                f"rule {self.name!r}: target {self.target!r} is none of 'forward', 'forward:NAME' and 'attribute:NAME'"
+            )
+        if self.wraps and self.target != "forward":
             raise ValueError(f"rule {self.name!r}: only a whole forward can be wrapped, not {self.target!r}")
+        if self.attribute_name is not None and self.verify is None:
+            raise ValueError(f"rule {self.name!r}: a rule on an attribute needs its own `verify`")
 
     @property
     def function_name(self) -> str | None:
-        """The global name that is replaced, or None where the whole forward is."""
-        return self.target.partition(":")[2] or None
+        """The global name that is replaced in the forward, or None for another target."""
+        return self.target.removeprefix("forward:") if self.target.startswith("forward:") else None
+
+    @property
+    def attribute_name(self) -> str | None:
+        """The instance attribute that is replaced, or None for another target."""
+        return self.target.removeprefix("attribute:") if self.target.startswith("attribute:") else None
 
     def cases(self, module: nn.Module) -> list[Case]:
         """All trial calls for a module (its stand-in)."""

@@ -65,7 +65,8 @@ def compute_dtype(module: nn.Module) -> torch.dtype:
 def stand_in(module: nn.Module) -> nn.Module:
     """A small independent copy of a module, without hooks and without anything bound to the instance.
 
-    Parameters and buffers are copied (random on the meta device); linear-like descendants become dense layers, reduced
+    Buffers are copied, and so are parameters, with a little noise that tells apart what equal or zero weights would not
+    (on the meta device both are random); linear-like descendants become dense layers, reduced
     where all of them together pass 64 MiB or where one of them is quantized.
     """
     device = trial_device(module)
@@ -112,7 +113,7 @@ def _copy(module: nn.Module, device: torch.device, sizes: dict[int, int]) -> nn.
         if isinstance(value, int) and not isinstance(value, bool) and value in sizes:
             attributes[name] = sizes[value]  # such as `intermediate_size`, by which a forward splits
     attributes["_parameters"] = {
-        name: None if p is None else nn.Parameter(_copy_tensor(p, device), requires_grad=p.is_floating_point())
+        name: None if p is None else nn.Parameter(_perturbed(p, device), requires_grad=p.is_floating_point())
         for name, p in module._parameters.items()
     }
     attributes["_buffers"] = {
@@ -131,6 +132,13 @@ def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     return (torch.randn(tensor.shape, device=device) * 0.5 + 1.0).to(tensor.dtype)
+
+
+def _perturbed(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    copy = _copy_tensor(parameter, device)
+    if not copy.is_floating_point() or copy.dim() > 1:
+        return copy
+    return (copy.float() + 0.25 * torch.randn(copy.shape, device=device)).to(copy.dtype)
 
 
 def _dense(module: nn.Module, device: torch.device, sizes: dict[int, int]) -> nn.Linear:

@@ -1,0 +1,1 @@
+"""The loss without the logits: the head's lazy product, and who consumes it."""

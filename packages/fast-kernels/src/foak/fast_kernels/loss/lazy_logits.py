@@ -1,0 +1,324 @@
+"""A tensor that stands for logits which have not been computed.
+
+A language model computes ``logits = lm_head(hidden)``, perhaps scales and soft-caps them, and hands them to the cross
+entropy. With a vocabulary of 128k the logits are the largest tensor of the step, and nobody else reads them. So the
+head returns a `LazyLogits`: it has the shape, dtype and device of the logits, remembers what was done to them, and
+
+* when a cross entropy consumes it, the loss is computed by `foak.kernels.linear_cross_entropy` without any logits;
+* when anything else touches it, the real logits are computed, once, and take its place.
+
+No architecture has to be known for that: whatever a forward does between the head and the loss is either recorded exactly
+(scaling, soft-capping, casts, views and slices of the leading dimensions) or done on the real logits.
+
+The head's module is kept, not its weight: both ways go through ``head.__call__``, so that the hooks of FSDP, offloading
+and PEFT run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from foak.core import UnsupportedError
+from foak.kernels import linear_cross_entropy
+
+Op = tuple[str, Any]
+"""One recorded element-wise step: ``("scale", factor)``, ``("tanh", None)`` or ``("cast", dtype)``."""
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class HeadState:
+    """The state of a head when its product was asked for: what must be the same when it is computed.
+
+    Attributes:
+        parameters: the head's parameters and their versions.
+        autocast: the dtype of the autocast that was on, or None.
+        gradients: whether gradients were recorded.
+    """
+
+    parameters: tuple[tuple[nn.Parameter, int], ...]
+    autocast: torch.dtype | None
+    gradients: bool
+
+    @classmethod
+    def of(cls, head: nn.Module, device: torch.device) -> HeadState:
+        """Read a head's state as it is now."""
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return cls(tuple((p, _version(p)) for p in _own(head)), autocast, torch.is_grad_enabled())
+
+    def check(self, head: nn.Module) -> None:
+        """Refuse to compute from weights that are no longer those of the forward; raises `UnsupportedError`."""
+        now = _own(head)
+        if len(now) != len(self.parameters) or any(
+            p is not old or _version(p) != version for p, (old, version) in zip(now, self.parameters, strict=False)
+        ):
+            raise UnsupportedError(
+                "the logits of an earlier forward were read after the output head's weights had changed or been "
+                "resharded: read outputs.logits before the optimizer step, or set fast_loss to true or false"
+            )
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The autocast state of the forward."""
+        if device.type == "meta":
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+
+def _own(head: nn.Module) -> list[nn.Parameter]:
+    return [p for p in head._parameters.values() if p is not None]
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """The arguments of a cross entropy over logits, as `foak.kernels.linear_cross_entropy` takes them."""
+
+    labels: torch.Tensor
+    ignore_index: int = -100
+    reduction: str = "mean"
+    num_items_in_batch: torch.Tensor | int | None = None
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """The private argument with which a head's patched forward is asked to compute, not to postpone.
+
+    Attributes:
+        state: what the head must still be.
+        loss: the loss to compute from the product; None asks for the product itself.
+    """
+
+    state: HeadState
+    loss: LossCall | None = None
+
+    def run(self, head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute inside the head's forward.
+
+        Args:
+            head: a linear layer ``[V, H]``.
+            hidden: ``[..., H]``; ``[N, H]`` for a loss.
+
+        Returns:
+            The product ``[..., V]``, or the loss.
+        """
+        self.state.check(head)
+        weight, bias = head.weight, head.bias
+        assert isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
+        with self.state.context(hidden.device):
+            if self.loss is None:
+                return F.linear(hidden, weight, bias)
+            call = self.loss
+            loss: torch.Tensor = linear_cross_entropy(
+                hidden,
+                weight,
+                call.labels.to(hidden.device),
+                bias,
+                ignore_index=call.ignore_index,
+                reduction=call.reduction,
+                num_items_in_batch=call.num_items_in_batch,
+                label_smoothing=call.label_smoothing,
+                logit_scale=call.logit_scale,
+                softcap=call.softcap,
+            )
+            return loss
+
+
+class LazyLogits(torch.Tensor):
+    """Logits ``[..., V]`` that are computed when somebody reads them (see the module's text).
+
+    Attributes:
+        head: the linear layer whose product this is.
+        hidden: its input ``[..., H]``, with the recorded views and slices applied.
+        ops: the recorded element-wise steps, in order.
+        state: the head's state at the time of the forward.
+    """
+
+    head: nn.Module
+    hidden: torch.Tensor
+    ops: tuple[Op, ...]
+    state: HeadState
+    _parent: LazyLogits | None
+    _replay: Callable[[torch.Tensor], torch.Tensor] | None
+    _children: weakref.WeakSet[LazyLogits]
+    _hooks: list[Callable[..., Any]]
+    _real: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        head: nn.Module,
+        hidden: torch.Tensor,
+        state: HeadState,
+        dtype: torch.dtype,
+        ops: tuple[Op, ...] = (),
+        parent: LazyLogits | None = None,
+        replay: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> LazyLogits:
+        """Stand for the logits; nothing is computed or allocated."""
+        weight = _own(head)[0]
+        needs_grad = state.gradients and (hidden.requires_grad or any(p.requires_grad for p in _own(head)))
+        lazy: LazyLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            (*hidden.shape[:-1], weight.shape[0]),
+            dtype=dtype,
+            device=hidden.device,
+            requires_grad=needs_grad,
+        )
+        lazy.head, lazy.hidden, lazy.state, lazy.ops = head, hidden, state, ops
+        lazy._parent, lazy._replay, lazy._real = parent, replay, None
+        lazy._children, lazy._hooks = weakref.WeakSet(), []
+        if parent is not None:
+            parent._children.add(lazy)
+        if needs_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.Tensor.register_hook(lazy, _refuse_gradient)
+        return lazy
+
+    __hash__ = object.__hash__
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the real logits exist already."""
+        return self._real is not None
+
+    def compute(self) -> torch.Tensor:
+        """The real logits, as the plain model would have given them; computed once.
+
+        Raises:
+            UnsupportedError: the head's weights have changed since the forward.
+        """
+        if self._real is None:
+            with torch.set_grad_enabled(self.state.gradients):
+                if self._parent is not None and self._replay is not None:
+                    self._real = self._replay(self._parent.compute())
+                else:
+                    self._real = self.head(self.hidden, foak_request=HeadRequest(self.state))
+            assert self._real is not None
+            for hook in self._hooks:
+                if self._real.requires_grad:
+                    self._real.register_hook(hook)
+        return self._real
+
+    def derive(
+        self,
+        replay: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        hidden: torch.Tensor | None = None,
+        op: Op | None = None,
+        dtype: torch.dtype | None = None,
+        gradients: bool = True,
+    ) -> LazyLogits:
+        """The lazy result of one recorded step; ``replay`` is that step on real logits."""
+        state = replace(self.state, gradients=self.state.gradients and gradients and torch.is_grad_enabled())
+        return LazyLogits(
+            self.head,
+            self.hidden if hidden is None else hidden,
+            state,
+            self.dtype if dtype is None else dtype,
+            self.ops if op is None else (*self.ops, op),
+            self,
+            replay,
+        )
+
+    def scale_and_softcap(self) -> tuple[float, float | None] | None:
+        """The recorded steps as ``softcap * tanh(scale * z / softcap)``; None where they are not of that form."""
+        scale, after, capped = 1.0, 1.0, False
+        for name, value in self.ops:
+            if name == "tanh":
+                if capped:
+                    return None
+                capped = True
+            elif name == "scale":
+                if capped:
+                    after *= value
+                else:
+                    scale *= value
+        if not capped:
+            return scale, None
+        return (scale * after, after) if after > 0 else None
+
+    def cross_entropy(self, call: LossCall) -> torch.Tensor | None:
+        """The loss over these logits ``[N, V]`` without computing them; None where that is not possible."""
+        form = self.scale_and_softcap()
+        if self.is_computed or self.dim() != 2 or call.labels.dim() != 1 or form is None:
+            return None
+        call = replace(call, logit_scale=form[0], softcap=form[1])
+        with torch.set_grad_enabled(self.state.gradients and torch.is_grad_enabled()):
+            loss: torch.Tensor = self.head(self.hidden, foak_request=HeadRequest(self.state, call))
+        return loss
+
+    def _settle(self) -> None:
+        """Compute all that shares a product with these logits, because they are about to change in place."""
+        root = self
+        while root._parent is not None:
+            root = root._parent
+        waiting = [root]
+        while waiting:
+            lazy = waiting.pop()
+            lazy.compute()
+            waiting.extend(lazy._children)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape and dtype, record what can be recorded, else compute."""
+        from foak.fast_kernels.loss.recorded import METADATA, RECORDED
+
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        record = RECORDED.get(func)
+        first = args[0] if args else kwargs.get("input")
+        if record is not None and isinstance(first, LazyLogits) and not first.is_computed:
+            result = record(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if isinstance(first, LazyLogits) and _changes_in_place(func):
+            first._settle()
+        return func(*tree_map(_computed, args), **tree_map(_computed, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reached by code below Python's tensor functions only: give it the values."""
+        args, kwargs = tree_map(_detached, args), tree_map(_detached, kwargs or {})
+        return func(*args, **kwargs)
+
+
+def _computed(value: Any) -> Any:
+    return value.compute() if isinstance(value, LazyLogits) else value
+
+
+def _detached(value: Any) -> Any:
+    return value.compute().detach() if isinstance(value, LazyLogits) else value
+
+
+def _changes_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__", "__set__") or (name.startswith("__i") and name not in ("__invert__", "__index__")) or (
+        name.endswith("_") and not name.endswith("__")
+    )
+
+
+def _refuse_gradient(gradient: torch.Tensor) -> None:
+    raise UnsupportedError(
+        "a function outside PyTorch's tensor interface has read the logits and sent a gradient back to them, where it "
+        "cannot be passed on: set fast_loss to true or false, or call that function on outputs.logits.clone()"
+    )

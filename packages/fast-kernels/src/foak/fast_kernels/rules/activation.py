@@ -1,0 +1,212 @@
+"""Gated MLPs: ``down(act(gate(x)) * up(x))``, recognised by their layers and told apart by what they compute.
+
+A candidate has three linear layers (or two, the first of which gives gate and up packed in its output) and an activation.
+Which layer is the gate, how a packed output is split and which activation it is, is found by running the stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from foak.core.patching import NotApplicable, Rule
+from foak.core.patching.binding import own_forward
+from foak.core.patching.fp64 import Float64Mode
+from foak.core.patching.rule import Case
+from foak.core.patching.twin import compute_dtype, is_linear_like, stand_in
+from foak.core.patching.verify import isolated
+from foak.kernels import geglu, swiglu
+
+_MATCH = 1e-9
+"""Relative distance in float64 below which an MLP follows a formula."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """How a gated MLP computes.
+
+    Attributes:
+        gate: name of the gate's layer, or of the packed one.
+        up: name of the up layer; None where the gate's layer gives both.
+        down: name of the layer that follows.
+        gate_first: whether a packed output begins with the gate.
+        activation: ``silu``, ``gelu`` or ``gelu_tanh``.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    gate_first: bool
+    activation: str
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "swiglu" if self.activation == "silu" else "geglu"
+
+    def __call__(self, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Compute the MLP with the fused activation; ``x`` is ``[..., H]``."""
+        children = mlp._modules
+        gate = children[self.gate](x)  # type: ignore[misc]
+        if self.up is not None:
+            up = children[self.up](x)  # type: ignore[misc]
+        else:
+            first, second = gate.chunk(2, dim=-1)
+            gate, up = (first, second) if self.gate_first else (second, first)
+        if self.activation == "silu":
+            hidden = swiglu(gate, up)
+        else:
+            hidden = geglu(gate, up, "tanh" if self.activation == "gelu_tanh" else "none")
+        result: torch.Tensor = children[self.down](hidden)  # type: ignore[misc]
+        return result
+
+
+def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in module._modules.items() if child is not None and is_linear_like(child)]
+
+
+def match(module: nn.Module) -> str | None:
+    """Why a module looks like a gated MLP, or None."""
+    packed = [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
+    if len(packed) >= 2 and any("down" in n or "w2" in n or "output" in n for n in packed):
+        raise NotApplicable(f"packed experts ({', '.join(packed)}): they are one batched product, not an MLP each")
+    layers = _layers(module)
+    others = [child for name, child in module._modules.items() if child is not None and not is_linear_like(child)]
+    if len(layers) not in (2, 3) or any(True for child in others for _ in child.parameters()):
+        return None
+    if module._parameters or not _shapes(layers):
+        return None
+    if len(_arguments(module)) != 1:
+        raise NotApplicable("a gated MLP whose forward takes more than its input")
+    return f"gated MLP of {', '.join(name for name, _ in layers)}"
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+def _shapes(layers: list[tuple[str, nn.Module]]) -> bool:
+    sizes = [(int(layer.in_features), int(layer.out_features)) for _, layer in layers]  # type: ignore[arg-type]
+    if len(sizes) == 3:
+        return any(
+            sizes[a] == sizes[b] and sizes[c] == (sizes[a][1], sizes[a][0]) for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
+        )
+    (first, second) = sizes
+    return first[1] == 2 * second[0] and first[0] == second[1]
+
+
+def _input_layer(module: nn.Module) -> nn.Module:
+    """A layer that takes the MLP's input: with three layers, two of them do."""
+    layers = [layer for _, layer in _layers(module)]
+    if len(layers) == 2:
+        return layers[0]
+    return max(layers, key=lambda layer: sum(other.in_features == layer.in_features for other in layers))
+
+
+def sample(module: nn.Module) -> Case:
+    """A few rows, of a size at which the activation is bent."""
+    layer = _input_layer(module)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    x = torch.randn(2, 3, int(layer.in_features), device=device)  # type: ignore[arg-type]
+    return (x.to(compute_dtype(layer)).requires_grad_(),), {}
+
+
+def more_samples(module: nn.Module) -> Iterable[Case]:
+    """Large values, where a clamp would show."""
+    (x,), _ = sample(module)
+    yield ((x.detach() * 40).requires_grad_(),), {}
+
+
+class ActivationRule:
+    """Finds each MLP's formula once per structure."""
+
+    def __init__(self) -> None:
+        self._formulas: dict[Hashable, Formula | None] = {}
+
+    def formula(self, module: nn.Module) -> Formula:
+        """The formula that an MLP follows; raises `NotApplicable` where it is none that the kernels know."""
+        forward = own_forward(module)
+        if forward is None:
+            raise NotApplicable("somebody else has replaced this instance's forward")
+        layers = tuple((n, layer.in_features, layer.out_features) for n, layer in _layers(module))
+        activations = tuple((n, repr(c)) for n, c in module._modules.items() if c is not None and not is_linear_like(c))
+        functions = tuple((n, repr(v)) for n, v in vars(module).items() if callable(v))
+        key = (type(module), forward, layers, activations, functions, module.training)
+        if key not in self._formulas:
+            with isolated(torch.device("cpu")):
+                self._formulas[key] = _find_formula(module, forward)
+        formula = self._formulas[key]
+        if formula is None:
+            raise NotApplicable("computes neither silu(gate) * up nor gelu(gate) * up")
+        return formula
+
+    def build(self, module: nn.Module) -> Callable[..., torch.Tensor]:
+        """The replacement of an MLP's forward."""
+        return _forward_of(self.formula(module))
+
+    def rule(self, key: str | None) -> Rule:
+        """The rule."""
+        return Rule(
+            name="activation",
+            target="forward",
+            match=match,
+            sample=sample,
+            build=self.build,
+            kernel="swiglu / geglu",
+            key=key,
+            more_samples=more_samples,
+        )
+
+
+@functools.lru_cache(maxsize=None)
+def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
+    def mlp_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return formula(self, args[0] if args else next(iter(kwargs.values())))
+
+    return mlp_forward
+
+
+def _candidates(layers: list[tuple[str, nn.Module]]) -> Iterable[tuple[str, str | None, str, bool]]:
+    names = [name for name, _ in layers]
+    if len(names) == 2:
+        for gate_first in (True, False):
+            yield names[0], None, names[1], gate_first
+        return
+    for gate, up, down in ((0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0), (2, 1, 0)):
+        yield names[gate], names[up], names[down], True
+
+
+def _find_formula(module: nn.Module, forward: Callable[..., Any]) -> Formula | None:
+    wide = stand_in(module).to("cpu").double()
+    (x,), _ = sample(wide)
+    x = x.detach().double() * 3
+    try:
+        with torch.no_grad(), Float64Mode():
+            expected = forward(wide, x)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return None
+    if not isinstance(expected, torch.Tensor):
+        return None
+    for gate, up, down, gate_first in _candidates(_layers(module)):
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            formula = Formula(gate, up, down, gate_first, activation)
+            try:
+                with torch.no_grad():
+                    actual = formula(wide, x)
+            except RuntimeError:  # shapes that do not fit: not this order of layers
+                continue
+            if actual.shape == expected.shape and (actual - expected).norm() <= _MATCH * expected.norm():
+                return formula
+    return None
+
+
+def rules(key: str | None) -> list[Rule]:
+    """The rule behind ``fast_activation``."""
+    return [ActivationRule().rule(key)]

@@ -1,0 +1,215 @@
+"""RMSNorm and LayerNorm, recognised by structure and told apart by what they compute.
+
+A candidate has at most a weight and a bias, both one-dimensional, an epsilon and no children. Which formula it follows
+(mean subtracted or not, ``weight`` or ``1 + weight``, the output in the input's dtype or in the promotion with the
+weight's) is found by running its stand-in on a few rows, not by the name of its class.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from foak.core.patching import NotApplicable, Rule
+from foak.core.patching.binding import own_forward
+from foak.core.patching.fp64 import Float64Mode
+from foak.core.patching.rule import Case
+from foak.core.patching.twin import stand_in
+from foak.core.patching.verify import isolated
+from foak.kernels import layer_norm, rms_norm
+
+_MATCH = 1e-9
+"""Relative distance in float64 below which a norm follows a formula; two formulas differ by far more."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """How a norm computes.
+
+    Attributes:
+        subtracts_mean: LayerNorm, otherwise RMSNorm.
+        offset: what is added to the weight: 0 or 1.
+        keeps_dtype: the output has the input's dtype, whatever the weight's; otherwise it is PyTorch's promotion.
+        eps: name of the attribute that holds epsilon.
+    """
+
+    subtracts_mean: bool
+    offset: float
+    keeps_dtype: bool
+    eps: str
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "layer_norm" if self.subtracts_mean else "rms_norm"
+
+    def __call__(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Compute the norm by the kernel; ``x`` is ``[..., H]``."""
+        weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+        eps = getattr(norm, self.eps)
+        if eps is None:  # torch.nn.RMSNorm's default
+            eps = torch.finfo(x.dtype).eps
+        if self.subtracts_mean:
+            y = layer_norm(x, weight, bias, eps)
+        else:
+            y = rms_norm(x, weight, eps, self.offset)
+        return y.to(x.dtype) if self.keeps_dtype and y.dtype != x.dtype else y
+
+
+def _epsilon_name(module: nn.Module) -> str | None:
+    for name, value in vars(module).items():
+        if "eps" in name.lower() and (isinstance(value, float) or (value is None and isinstance(module, nn.RMSNorm))):
+            return name
+    return None
+
+
+def match(module: nn.Module) -> str | None:
+    """Why a module looks like a norm over the last dimension, or None."""
+    if isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm) or module._modules or module._buffers:
+        return None
+    shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+    if not shapes.keys() <= {"weight", "bias"} or any(len(shape) != 1 for shape in shapes.values()):
+        return None
+    eps = _epsilon_name(module)
+    if eps is None:
+        return None
+    required = [
+        p
+        for p in list(inspect.signature(type(module).forward).parameters.values())[1:]
+        if p.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    if len(required) != 1:
+        raise NotApplicable(f"a norm whose forward takes more than its input: {', '.join(p.name for p in required)}")
+    return f"norm with {' and '.join(shapes) or 'no weight'}"
+
+
+def _hidden_size(module: nn.Module) -> int:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return int(parameter.shape[0])
+    shape = getattr(module, "normalized_shape", None)
+    return int(shape[-1]) if isinstance(shape, tuple) else 64
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module._parameters.values() if p is not None), torch.float32)
+
+
+def sample(module: nn.Module) -> Case:
+    """A few rows in the weight's dtype."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    x = torch.randn(2, 3, _hidden_size(module), device=device)
+    return (x.to(_dtype(module)).requires_grad_(),), {}
+
+
+def more_samples(module: nn.Module) -> Iterable[Case]:
+    """Rows of large values, tiny ones (where epsilon counts), and of a narrower dtype than the weight's."""
+    (x,), _ = sample(module)
+    yield ((x.detach() * 50 + 3).requires_grad_(),), {}
+    yield ((x.detach() * 1e-3).requires_grad_(),), {}
+    if _dtype(module) == torch.float32:
+        yield (x.detach().bfloat16().requires_grad_(),), {}
+
+
+class NormRule:
+    """Finds each norm's formula once per structure."""
+
+    def __init__(self) -> None:
+        self._formulas: dict[Hashable, Formula | None] = {}
+
+    def formula(self, module: nn.Module) -> Formula:
+        """The formula that a norm follows; raises `NotApplicable` where it is none that the kernels know."""
+        eps = _epsilon_name(module)
+        forward = own_forward(module)
+        if eps is None or forward is None:
+            raise NotApplicable("somebody else has replaced this instance's forward")
+        key = (type(module), forward, eps, tuple((n, p is None) for n, p in module._parameters.items()))
+        if key not in self._formulas:
+            with isolated(torch.device("cpu")):
+                self._formulas[key] = _find_formula(module, forward, eps)
+        formula = self._formulas[key]
+        if formula is None:
+            raise NotApplicable("computes neither an RMSNorm nor a LayerNorm over the last dimension")
+        return formula
+
+    def build(self, module: nn.Module) -> Callable[..., torch.Tensor]:
+        """The replacement of a norm's forward."""
+        return _forward_of(self.formula(module))
+
+    def rule(self, name: str, key: str | None, *, subtracts_mean: bool) -> Rule:
+        """The rule for one of the two kernels."""
+
+        def match_formula(module: nn.Module) -> str | None:
+            reason = match(module)
+            if reason is None:
+                return None
+            try:
+                formula = self.formula(module)
+            except NotApplicable:
+                if subtracts_mean:  # one of the two rules speaks for what neither knows
+                    raise
+                return None
+            return reason if formula.subtracts_mean == subtracts_mean else None
+
+        return Rule(
+            name=name,
+            target="forward",
+            match=match_formula,
+            sample=sample,
+            build=self.build,
+            kernel="layer_norm" if subtracts_mean else "rms_norm",
+            key=key,
+            more_samples=more_samples,
+        )
+
+
+@functools.lru_cache(maxsize=None)
+def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
+    def norm_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return formula(self, args[0] if args else next(iter(kwargs.values())))
+
+    return norm_forward
+
+
+def _find_formula(module: nn.Module, forward: Callable[..., Any], eps: str) -> Formula | None:
+    wide = stand_in(module).to("cpu").double()
+    x = torch.randn(3, _hidden_size(module), dtype=torch.float64)
+    try:
+        with torch.no_grad(), Float64Mode():
+            expected = forward(wide, x)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return None
+    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
+        return None
+    for subtracts_mean, offset in ((False, 0.0), (False, 1.0), (True, 0.0)):
+        formula = Formula(subtracts_mean, offset, False, eps)
+        with torch.no_grad():
+            actual = formula(wide, x)
+        if (actual - expected).norm() <= _MATCH * expected.norm():
+            return Formula(subtracts_mean, offset, _keeps_dtype(module, forward), eps)
+    return None
+
+
+def _keeps_dtype(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    narrow = stand_in(module).to("cpu").float()
+    x = torch.randn(3, _hidden_size(module)).bfloat16()
+    try:
+        with torch.no_grad():
+            return bool(forward(narrow, x).dtype == torch.bfloat16)
+    except RuntimeError:  # such as F.layer_norm, which takes one dtype only; then nothing depends on the answer
+        return False
+
+
+def rules(key: str | None) -> list[Rule]:
+    """The rules behind ``fast_rms_layernorm``: RMSNorm and LayerNorm."""
+    finder = NormRule()
+    return [
+        finder.rule("rms_norm", key, subtracts_mean=False),
+        finder.rule("layer_norm", key, subtracts_mean=True),
+    ]

@@ -1,0 +1,143 @@
+"""Rotary position embedding: attentions whose forward calls ``apply_rotary_pos_emb``.
+
+Only the function is replaced, in a copy of that instance's forward, so the attention around it stays what it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from foak.core.patching import NotApplicable, Rule
+from foak.core.patching.binding import current_function, forward_slot
+from foak.core.patching.rebinding import called_global, global_names, inner_functions
+from foak.core.patching.rule import Case
+from foak.core.patching.twin import compute_dtype, is_linear_like, trial_device
+from foak.kernels import rope
+
+_NAME = "apply_rotary_pos_emb"
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`foak.kernels.rope` under the signature of most of transformers' ``apply_rotary_pos_emb``."""
+    return rope(q, k, cos, sin, unsqueeze_dim)
+
+
+def rotary_with_positions(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: Any = None,
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same under the older signature, whose ``position_ids`` have no effect."""
+    return rope(q, k, cos, sin, unsqueeze_dim)
+
+
+_SIGNATURES: dict[tuple[str, ...], Callable[..., Any]] = {
+    ("q", "k", "cos", "sin", "unsqueeze_dim"): rotary,
+    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): rotary_with_positions,
+}
+
+
+def match(module: nn.Module) -> str | None:
+    """Why a module is a rotary attention, or None."""
+    forward = current_function(module, forward_slot(module))
+    if called_global(forward, _NAME) is not None:
+        return f"its forward calls {_NAME}"
+    if not inspect.isfunction(forward) or not any(is_linear_like(child) for child in module.children()):
+        return None
+    others = sorted(
+        name
+        for function in inner_functions(forward)
+        for name in global_names(function.__code__)
+        if name.startswith(("apply_rotary", "apply_multimodal_rotary", "apply_interleaved_rotary"))
+    )
+    if others:
+        raise NotApplicable(f"its forward rotates by {others[0]}, which is not the rotate-half form of {_NAME}")
+    return None
+
+
+def build(module: nn.Module) -> Callable[..., Any]:
+    """The kernel under the signature of the function that this attention calls."""
+    function = called_global(current_function(module, forward_slot(module)), _NAME)
+    assert function is not None  # the rule has matched
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters not in _SIGNATURES:
+        raise NotApplicable(f"its {_NAME} takes ({', '.join(parameters)})")
+    return _SIGNATURES[parameters]
+
+
+def head_size(module: nn.Module) -> int:
+    """Size of an attention head, from the module or its configuration."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in ("head_dim", "qk_rope_head_dim", "head_size", "rotary_ndims"):
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    config = getattr(module, "config", None)
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 64
+
+
+def _case(module: nn.Module, *, rotary_size: int, batch: int = 2, transposed: bool = False, **kwargs: Any) -> Case:
+    device = trial_device(module)
+    linear = next((child for child in module.children() if is_linear_like(child)), None)
+    dtype = compute_dtype(linear) if linear is not None else torch.float32
+    heads_last = kwargs.get("unsqueeze_dim") == 2
+    size, length = head_size(module), 5
+
+    def states(heads: int) -> torch.Tensor:
+        x = torch.randn(2, length, heads, size, device=device).to(dtype)
+        if heads_last:
+            return x.requires_grad_()
+        x = x.transpose(1, 2)
+        return (x if transposed else x.contiguous()).requires_grad_()
+
+    # cos and sin that are not symmetric in their halves and differ per row: nothing may be taken for granted
+    angles = torch.randn(batch, length, rotary_size, device=device) * 3
+    return (states(4), states(1), angles.cos().to(dtype), angles.sin().to(dtype)), kwargs
+
+
+def sample(module: nn.Module) -> Case:
+    """Four query heads and one key head, rotated in full."""
+    return _case(module, rotary_size=head_size(module), transposed=True)
+
+
+def more_samples(module: nn.Module) -> Iterable[Case]:
+    """One row of angles for all sequences; heads behind positions; a partial rotation where the original takes one."""
+    size = head_size(module)
+    yield _case(module, rotary_size=size, batch=1)
+    yield _case(module, rotary_size=size, unsqueeze_dim=2)
+    function = called_global(current_function(module, forward_slot(module)), _NAME)
+    if size % 4 == 0 and function is not None:
+        args, kwargs = _case(module, rotary_size=size // 2)
+        try:
+            with torch.no_grad():
+                function(*args, **kwargs)
+        except RuntimeError:
+            return
+        yield args, kwargs
+
+
+def rules(key: str | None) -> list[Rule]:
+    """The rule behind ``fast_rope_embeddings``."""
+    return [
+        Rule(
+            name="rope",
+            target=f"forward:{_NAME}",
+            match=match,
+            sample=sample,
+            build=build,
+            kernel="rope",
+            key=key,
+            more_samples=more_samples,
+        )
+    ]
