@@ -1,4 +1,4 @@
-"""What the ops that work row by row share: how a tensor is read as rows, and the tile that one program takes.
+"""What the ops that work row by row share: how a tensor is read as rows, and what part of them one program takes.
 
 A row is the last dimension; a tile is `rows` whole rows, padded to a power of two of columns.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 from foak.kernels.launch import next_power_of_two
 
 WIDEST_TILE = 16384
-"""Rows longer than this are walked in blocks: at 32 warps they are 16 values a thread, and the backward holds four sets."""
+"""Longer rows are walked in blocks: at 32 warps this is 16 values a thread, of which the backward holds four sets."""
 
 WIDE_BLOCK = 8192
 """Columns in one step along a row that is too long for a tile."""
@@ -44,13 +44,29 @@ def forward_tile(length: int) -> Tile:
     return Tile(rows, columns, min(32, max(4, rows * columns // 512)))
 
 
-def backward_tile(length: int) -> Tile:
-    """8 values a thread: input, upstream gradient, weight and the weight gradient's sum of each are in registers."""
+def backward_tile(length: int, warps: int) -> Tile:
+    """8 values a thread: input, upstream gradient, weight and the sums of the parameters' gradients are in registers.
+
+    Rows that are short for `warps` warps are put together, rows that are long take more warps. Of 16 warps two programs
+    fit an SM if they need no more than 64 registers a thread; of 32 there is one.
+    """
     columns = next_power_of_two(length)
-    rows = max(1, 4096 // columns)
-    return Tile(rows, columns, min(32, max(4, rows * columns // 256)))
+    rows = max(1, warps * 256 // columns)
+    return Tile(rows, columns, min(32, max(warps, columns // 256)))
 
 
 def programs(row_count: int, tile: Tile, multiprocessors: int) -> int:
     """Programs of a backward that walks over its rows: as many as fit the device at once, 1024 threads for each SM."""
     return min(-(-row_count // tile.rows), multiprocessors * max(1, 32 // tile.warps))
+
+
+def column_blocks(row_count: int, length: int) -> tuple[int, int, int]:
+    """How an elementwise op cuts its rows: programs in all, columns of each (a power of two), warps of each.
+
+    The widest block up to 2048 (16 values a thread on 4 warps) of which the padding at the row's end wastes at most
+    an eighth; 128 where none does.
+    """
+    block = min(2048, next_power_of_two(length))
+    while block > 128 and -(-length // block) * block * 8 > length * 9:
+        block //= 2
+    return row_count * -(-length // block), block, max(1, block // 512)

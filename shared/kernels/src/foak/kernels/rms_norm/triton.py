@@ -218,7 +218,7 @@ class RmsNorm(torch.autograd.Function):
                 )
             else:
                 tile = forward_tile(length)
-                _forward_kernel[(triton.cdiv(row_count, tile.rows),)](
+                _forward_kernel[(-(-row_count // tile.rows),)](
                     rows,
                     scale if has_weight else x,
                     y,
@@ -248,7 +248,7 @@ class RmsNorm(torch.autograd.Function):
         x_rows, x_stride = row_view(x, length)
         dy_rows, dy_stride = row_view(dy, length)
         wide = length > WIDEST_TILE
-        tile = backward_tile(min(length, WIDE_BLOCK) if wide else length)
+        tile = backward_tile(WIDE_BLOCK if wide else length, warps=16)
         count = programs(row_count, tile, multiprocessor_count(x))
         if needs_dw:
             partial = (torch.zeros if wide else torch.empty)((count, length), dtype=torch.float32, device=x.device)

@@ -1,0 +1,143 @@
+"""GeGLU's Triton kernels, forward and backward, and their autograd function.
+
+    y     = g * p(g) * u
+    dgate = dy * u * (p(g) + g * p'(g))
+    dup   = dy * g * p(g)
+
+where p is the normal distribution's cumulative function, `p(g) = (1 + erf(g / sqrt 2)) / 2`, or its approximation
+`(1 + tanh(z)) / 2 = sigmoid(2 z)` with `z = sqrt(2 / pi) * (g + 0.044715 g^3)`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from foak.kernels._rows import column_blocks, row_view
+from foak.kernels.launch import on_device_of
+
+
+@triton.jit
+def _gate(gate, TANH: tl.constexpr):
+    """p(gate) and its derivative."""
+    if TANH:
+        # Beyond 16 the sigmoid is 0 or 1 to fp32; without the bound the cube of a large gate would overflow.
+        bounded = tl.minimum(tl.maximum(gate, -16.0), 16.0)
+        square = bounded * bounded
+        p = tl.sigmoid(1.5957691216057308 * bounded * (1.0 + 0.044715 * square))
+        slope = p * (1.0 - p) * 1.5957691216057308 * (1.0 + 0.134145 * square)
+    else:
+        p = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        slope = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    return p, slope
+
+
+@triton.jit
+def _forward_kernel(
+    gate_ptr,  # rows of COLUMNS, gate_stride apart
+    up_ptr,  # rows of COLUMNS, up_stride apart
+    y_ptr,  # [rows, COLUMNS]
+    gate_stride,
+    up_stride,
+    TANH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    columns = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < COLUMNS
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    p, _ = _gate(gate, TANH)
+    y = gate * p * up
+    tl.store(y_ptr + row * COLUMNS + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,  # rows of COLUMNS, dy_stride apart
+    gate_ptr,  # rows of COLUMNS, gate_stride apart
+    up_ptr,  # rows of COLUMNS, up_stride apart
+    dgate_ptr,  # [rows, COLUMNS]
+    dup_ptr,  # [rows, COLUMNS]
+    dy_stride,
+    gate_stride,
+    up_stride,
+    NEEDS_DGATE: tl.constexpr,
+    NEEDS_DUP: tl.constexpr,
+    TANH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    columns = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < COLUMNS
+    dy = tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    p, slope = _gate(gate, TANH)
+    if NEEDS_DGATE:
+        up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        dgate = dy * up * (p + gate * slope)
+        tl.store(dgate_ptr + row * COLUMNS + columns, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    if NEEDS_DUP:
+        dup = dy * gate * p
+        tl.store(dup_ptr + row * COLUMNS + columns, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+class GeGlu(torch.autograd.Function):
+    """Saves its two inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
+        ctx.tanh = tanh
+        ctx.save_for_backward(gate, up)
+        y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+        if y.numel() == 0:
+            return y
+        length = gate.shape[-1]
+        gate_rows, gate_stride = row_view(gate, length)
+        up_rows, up_stride = row_view(up, length)
+        programs, block, warps = column_blocks(y.numel() // length, length)
+        with on_device_of(gate):
+            _forward_kernel[(programs,)](
+                gate_rows, up_rows, y, gate_stride, up_stride, TANH=tanh, COLUMNS=length, BLOCK=block, num_warps=warps
+            )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        gate, up = ctx.saved_tensors
+        needs_dgate, needs_dup = ctx.needs_input_grad[:2]
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs_dgate else None
+        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs_dup else None
+        if dy.numel() == 0:
+            return dgate, dup, None
+        length = gate.shape[-1]
+        dy_rows, dy_stride = row_view(dy, length)
+        gate_rows, gate_stride = row_view(gate, length)
+        up_rows, up_stride = row_view(up, length)
+        programs, block, warps = column_blocks(dy.numel() // length, length)
+        with on_device_of(gate):
+            _backward_kernel[(programs,)](
+                dy_rows,
+                gate_rows,
+                up_rows,
+                gate if dgate is None else dgate,
+                up if dup is None else dup,
+                dy_stride,
+                gate_stride,
+                up_stride,
+                NEEDS_DGATE=needs_dgate,
+                NEEDS_DUP=needs_dup,
+                TANH=ctx.tanh,
+                COLUMNS=length,
+                BLOCK=block,
+                num_warps=warps,
+            )
+        return dgate, dup, None

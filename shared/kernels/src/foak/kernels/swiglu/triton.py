@@ -1,0 +1,120 @@
+"""SwiGLU's Triton kernels, forward and backward, and their autograd function.
+
+y     = g * s * u                          s = sigmoid(g)
+dgate = dy * u * s * (1 + g * (1 - s))
+dup   = dy * g * s
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from foak.kernels._rows import column_blocks, row_view
+from foak.kernels.launch import on_device_of
+
+
+@triton.jit
+def _forward_kernel(
+    gate_ptr,  # rows of COLUMNS, gate_stride apart
+    up_ptr,  # rows of COLUMNS, up_stride apart
+    y_ptr,  # [rows, COLUMNS]
+    gate_stride,
+    up_stride,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    columns = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < COLUMNS
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_ptr + row * COLUMNS + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,  # rows of COLUMNS, dy_stride apart
+    gate_ptr,  # rows of COLUMNS, gate_stride apart
+    up_ptr,  # rows of COLUMNS, up_stride apart
+    dgate_ptr,  # [rows, COLUMNS]
+    dup_ptr,  # [rows, COLUMNS]
+    dy_stride,
+    gate_stride,
+    up_stride,
+    NEEDS_DGATE: tl.constexpr,
+    NEEDS_DUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    columns = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < COLUMNS
+    dy = tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    if NEEDS_DGATE:
+        up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        tl.store(dgate_ptr + row * COLUMNS + columns, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    if NEEDS_DUP:
+        dup = dy * gate * sigmoid
+        tl.store(dup_ptr + row * COLUMNS + columns, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+class SwiGlu(torch.autograd.Function):
+    """Saves its two inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+        if y.numel() == 0:
+            return y
+        length = gate.shape[-1]
+        gate_rows, gate_stride = row_view(gate, length)
+        up_rows, up_stride = row_view(up, length)
+        programs, block, warps = column_blocks(y.numel() // length, length)
+        with on_device_of(gate):
+            _forward_kernel[(programs,)](
+                gate_rows, up_rows, y, gate_stride, up_stride, COLUMNS=length, BLOCK=block, num_warps=warps
+            )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate, up = ctx.saved_tensors
+        needs_dgate, needs_dup = ctx.needs_input_grad
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs_dgate else None
+        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs_dup else None
+        if dy.numel() == 0:
+            return dgate, dup
+        length = gate.shape[-1]
+        dy_rows, dy_stride = row_view(dy, length)
+        gate_rows, gate_stride = row_view(gate, length)
+        up_rows, up_stride = row_view(up, length)
+        programs, block, warps = column_blocks(dy.numel() // length, length)
+        with on_device_of(gate):
+            _backward_kernel[(programs,)](
+                dy_rows,
+                gate_rows,
+                up_rows,
+                gate if dgate is None else dgate,
+                up if dup is None else dup,
+                dy_stride,
+                gate_stride,
+                up_stride,
+                NEEDS_DGATE=needs_dgate,
+                NEEDS_DUP=needs_dup,
+                COLUMNS=length,
+                BLOCK=block,
+                num_warps=warps,
+            )
+        return dgate, dup
