@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import bitsandbytes
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,8 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from foak.core import AccelerationFramework, ConfigError, UnsupportedError
 from foak.quantized_peft.plugin import QuantizedPeftPlugin
-
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra `bitsandbytes` is not installed")
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 

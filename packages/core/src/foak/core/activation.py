@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foak.core.catalog import SECTIONS, foreign_section, nearest, provider_of
-from foak.core.config import Config, describe_kind
+from foak.core.config import Config, describe_kind, show_key
 from foak.core.errors import UnsupportedError
 from foak.core.keys import Key
 from foak.core.plugin import AccelerationPlugin, Section, require_package
@@ -121,6 +121,8 @@ def _check_node(
 ) -> None:
     for name, value in node.items():
         child = f"{path}.{name}" if path else name
+        if "." in name:  # a dotted key in one piece, which looks like a path and is none
+            raise _unknown(config, path, name, claimed)
         if child in claimed:
             if value is None:  # null means absent
                 continue
@@ -144,7 +146,7 @@ def _check_section(
     inner: dict[str, Any] = {}
     for name, value in section.items():
         child = f"{path}.{name}"
-        if child in claimed or _is_prefix(child, claimed):
+        if "." not in name and (child in claimed or _is_prefix(child, claimed)):
             inner[name] = value
             continue
         keys = [key for plugin in claimed[path] for key in _keys_under(plugin, path) if key.name == name]
@@ -165,29 +167,32 @@ def _unknown(
     config: Config, path: str, name: str, claimed: Mapping[str, Sequence[type[AccelerationPlugin]]]
 ) -> Exception:
     child = f"{path}.{name}" if path else name
+    shown = f"{path}.{show_key(name)}" if path else show_key(name)
     here = _allowed_here(path, claimed)
-    foreign = foreign_section(child)
+    foreign = foreign_section(child) if "." not in name else None
     if foreign:
         return config.error(
-            child,
+            shown,
             f"belongs to the {foreign} plugin of fms-acceleration, and foak has no such plugin; remove it "
             f"(allowed here: {', '.join(here)})",
         )
     known = {*SECTIONS, *(f"{section}.{key}" for section, provided in SECTIONS.items() for key in provided.keys)}
-    declared: dict[str, str] = {}
+    declared: dict[str, set[str]] = {}
     for section, plugins in claimed.items():
         for plugin in plugins:
-            declared[section] = plugin.name
-            declared.update({f"{section}.{key.name}": plugin.name for key in _keys_under(plugin, section)})
+            for inside in ("", *(f".{key.name}" for key in _keys_under(plugin, section))):
+                declared.setdefault(f"{section}{inside}", set()).add(plugin.name)
     near = nearest(child, sorted(known | set(declared)))
-    hints = []
+    hints = ["is not a known key"]
+    if "." in name:
+        hints.append("sections are nested, not joined by dots")
     if near:
         dist = provider_of(near)
-        by = f"the package {dist} (pip install {dist})" if dist else f"the plugin {declared[near]}"
+        by = f"the package {dist} (pip install {dist})" if dist else f"the plugin {', '.join(sorted(declared[near]))}"
         hints.append(f"the nearest known key is {config.full_key(near)}, provided by {by}")
     if here:
         hints.append(f"allowed here: {', '.join(here)}")
-    return config.error(child, "; ".join(["is not a known key", *hints]))
+    return config.error(shown, "; ".join(hints))
 
 
 def _allowed_here(path: str, claimed: Mapping[str, Sequence[type[AccelerationPlugin]]]) -> list[str]:

@@ -27,8 +27,10 @@ SECTIONS: Mapping[str, Provided] = {
     "training.fused_ops_and_kernels": Provided("foak-fast-kernels", _KERNELS),
     "training.attention.padding_free": Provided("foak-padding-free", ("method",)),
     "training.dataloader.multipack": Provided("foak-padding-free", ("num_processes",)),
-    "peft.quantization.auto_gptq": Provided("foak-quantized-peft", ("kernel", "from_quantized")),
-    "peft.quantization.bitsandbytes": Provided("foak-quantized-peft", ("quant_type", "no_peft_model")),
+    "peft.quantization.auto_gptq": Provided("foak-quantized-peft", ("kernel", "from_quantized", "use_external_lib")),
+    "peft.quantization.bitsandbytes": Provided(
+        "foak-quantized-peft", ("quant_type", "no_peft_model", "double_quant", "compute_dtype", "storage_dtype")
+    ),
     "peft.quantization.fused_ops_and_kernels": Provided("foak-fast-kernels", ("base_layer", *_KERNELS)),
 }
 """Dotted path below `plugins:` to what provides it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from foak.core.catalog import nearest
 from foak.core.errors import ConfigError
 
-__all__ = ["ENVIRONMENT_VARIABLES", "Config", "describe_kind", "read_config", "read_yaml"]
+__all__ = ["ENVIRONMENT_VARIABLES", "RUN_SECTIONS", "Config", "describe_kind", "read_config", "read_yaml", "show_key"]
 
 ENVIRONMENT_VARIABLES = ("FOAK_CONFIG", "ACCELERATION_FRAMEWORK_CONFIG_FILE")
 """Where the configuration is looked for when none is given; the second is the name that fms-acceleration uses."""
@@ -145,6 +146,11 @@ def describe_kind(value: Any) -> str:
     return _KINDS.get(type(value), f"of type {type(value).__name__}")
 
 
+def show_key(key: str) -> str:
+    """A key as it can stand in a one-line message: as it is, or in quotes if it is empty or has unusual characters."""
+    return key if re.fullmatch(r"[\w-]+", key) else _short(key)
+
+
 def _short(value: Any) -> str:
     try:
         text = repr(value)
@@ -195,7 +201,7 @@ def _refuse_unknown(mapping: dict[str, Any], known: tuple[str, ...], source: str
         if key not in known:
             near = nearest(key, known)
             hint = f"the nearest known key is {prefix}{near}; " if near else ""
-            raise _error(source, f"{prefix}{key} is not a known key; {hint}allowed here: {', '.join(known)}")
+            raise _error(source, f"{prefix}{show_key(key)} is not a known key; {hint}allowed here: {', '.join(known)}")
 
 
 def _copy(value: Any, source: str | None, path: str, seen: dict[int, Any]) -> Any:
@@ -227,7 +233,7 @@ def _copy(value: Any, source: str | None, path: str, seen: dict[int, Any]) -> An
                         f"{path or 'the top'} has a key that is {describe_kind(key)}; every key must be a text "
                         "(YAML reads on, off, yes and no as true and false: put them in quotes)",
                     )
-                copy[key] = _copy(item, source, f"{path}.{key}" if path else key, seen)
+                copy[key] = _copy(item, source, f"{path}.{show_key(key)}" if path else show_key(key), seen)
         else:
             copy = [_copy(item, source, f"{path}[{index}]", seen) for index, item in enumerate(value)]
     except RecursionError:
