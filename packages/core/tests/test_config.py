@@ -180,9 +180,7 @@ def test_a_mapping_nested_too_deeply_is_an_error() -> None:
 
 
 def test_a_structure_that_contains_itself_is_an_error(tmp_path: Path) -> None:
-    assert "plugins.a.b.c contains itself" in message_for(write(tmp_path, "plugins:
-  a: &a {b: {c: *a}}
-"))
+    assert "plugins.a.b.c contains itself" in message_for(write(tmp_path, "plugins:\n  a: &a {b: {c: *a}}\n"))
 
 
 def test_aliases_do_not_grow_the_configuration(tmp_path: Path) -> None:

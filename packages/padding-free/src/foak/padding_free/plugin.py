@@ -20,7 +20,7 @@ class PaddingFreePlugin(AccelerationPlugin):
     Ignoring the sections instead would train with padding, and without balanced batches, while the file says otherwise.
     """
 
-    name = "padding_free"
+    name = "padding-free"
     any_of = (PADDING_FREE, MULTIPACK)
     order = 200
     keys = (

@@ -26,7 +26,7 @@ class QuantizedPeftPlugin(AccelerationPlugin):
     Loading is transformers' own, through `BitsAndBytesConfig`; this plugin adds no kernel to it.
     """
 
-    name = "quantized_peft"
+    name = "quantized-peft"
     any_of = (BITSANDBYTES, AUTO_GPTQ)
     requires = ("peft",)
     order = 10
