@@ -152,7 +152,9 @@ def bind(
     slot = forward_slot(module)
     had = slot in module.__dict__
     binding = Binding(rules, slot, had, module.__dict__.get(slot), current_function(module, slot))
-    signature_of = binding.previous_function if not isinstance(binding.previous_function, _Adapter) else binding.previous
+    signature_of = (
+        binding.previous_function if not isinstance(binding.previous_function, _Adapter) else binding.previous
+    )
     function: Callable[..., Any] = binding.previous_function
     if replacement is not None:
         function = _make(_trampoline, signature_of, _implementation=replacement)
@@ -166,7 +168,8 @@ def bind(
 
 
 def _make(template: types.FunctionType, like: Callable[..., Any], **names: Any) -> types.FunctionType:
-    namespace = {"__builtins__": builtins, "__name__": __name__, **names}
+    # no `__name__`: Dynamo looks a global up in the module of that name instead of in these globals where there is one
+    namespace = {"__builtins__": builtins, **names}
     function = types.FunctionType(template.__code__, namespace, "forward")
     functools.update_wrapper(function, like)
     function.__dict__.pop(_MARK, None)

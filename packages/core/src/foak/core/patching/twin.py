@@ -143,7 +143,8 @@ def _perturbed(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
 
 def _dense(module: nn.Module, device: torch.device, sizes: dict[int, int]) -> nn.Linear:
     in_features, out_features = (
-        sizes.get(int(n), int(n)) for n in (module.in_features, module.out_features)  # type: ignore[arg-type]
+        sizes.get(int(n), int(n))
+        for n in (module.in_features, module.out_features)  # type: ignore[arg-type]
     )
     base = getattr(module, "base_layer", module)
     has_bias = isinstance(getattr(base, "bias", None), torch.Tensor)

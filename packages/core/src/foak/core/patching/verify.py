@@ -96,7 +96,10 @@ def _judge(reference: Trial, expected: Trial, actual: Trial) -> Verdict:
     worst = 0.0
     pairs = [
         *(("output", *triple) for triple in zip(reference.outputs, expected.outputs, actual.outputs, strict=True)),
-        *(("gradient", *triple) for triple in zip(reference.gradients, expected.gradients, actual.gradients, strict=True)),
+        *(
+            ("gradient", *triple)
+            for triple in zip(reference.gradients, expected.gradients, actual.gradients, strict=True)
+        ),
     ]
     for what, exact, old, new in pairs:
         if (old is None) != (new is None):
@@ -135,9 +138,7 @@ def _run(function: Callable[..., Any], call: Any, parameters: Sequence[torch.Ten
         return Trial([t.detach() for t in outputs], [None] * len(leaves))
     generator = torch.Generator().manual_seed(_SEED)
     # quarters, which every dtype holds exactly: all runs differentiate with the same upstream gradient
-    upstream = [
-        (torch.randint(-8, 9, t.shape, generator=generator) / 4).to(t.device, t.dtype) for t in differentiable
-    ]
+    upstream = [(torch.randint(-8, 9, t.shape, generator=generator) / 4).to(t.device, t.dtype) for t in differentiable]
     gradients = torch.autograd.grad(differentiable, leaves, upstream, allow_unused=True)
     return Trial([t.detach() for t in outputs], list(gradients))
 
