@@ -1,0 +1,398 @@
+"""The row functions as Triton kernels: one program a row, one pass for the numbers, one for the gradient.
+
+Every lane keeps its own running maximum and sums, which are merged once at the end of the row: the loop has no
+reduction across threads to wait for. The maximum starts at the label's logit, so it is finite from the first column
+even where logits are minus infinity. `rows.py` says what the functions are for, the op's README the maths.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foak.kernels.cross_entropy.labels import out_of_range_message
+from foak.kernels.cross_entropy.options import LossOptions
+from foak.kernels.cross_entropy.rows import RowBuffers, Upstream
+from foak.kernels.launch import next_power_of_two, on_device_of
+
+WIDEST_BLOCK = 8192
+"""Columns of one step along a row: at 32 warps 8 a thread, a 16-byte load of bf16. Few programs of many threads keep
+few rows in flight, so that the second pass of `forward_rows` finds them in the L2 cache."""
+
+
+@triton.jit
+def _log1p(x):
+    # Where 1 + x rounds, log(1 + x) is off by as much as the rounded sum is off x, and the quotient mends both.
+    y = 1.0 + x
+    step = y - 1.0
+    return tl.where(step == 0.0, x, tl.log(y) * (x / tl.where(step == 0.0, 1.0, step)))
+
+
+@triton.jit
+def _cap(u):
+    """tanh(u) and its derivative, both without cancellation."""
+    decay = tl.exp(-2.0 * tl.abs(u))
+    far = (1.0 - decay) / (1.0 + decay)
+    square = u * u
+    near = u * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    size = tl.abs(u)
+    return tl.where(size < 0.1, near, tl.where(u < 0.0, -far, far)), 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+
+
+@triton.jit
+def _scaled(x, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """The scaled and soft-capped logit."""
+    z = x.to(tl.float32) * logit_scale
+    if SOFTCAP:
+        z, _ = _cap(z / softcap)
+        z *= softcap
+    return z
+
+
+@triton.jit
+def _scaled_with_slope(x, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """The scaled and soft-capped logit, and its derivative with respect to `x`."""
+    z = x.to(tl.float32) * logit_scale
+    slope = logit_scale
+    if SOFTCAP:
+        z, bend = _cap(z / softcap)
+        z *= softcap
+        slope = bend * logit_scale
+    return z, slope
+
+
+@triton.jit
+def _label_log_prob(target, lse, miss):
+    return tl.where(miss < 0.5, _log1p(-tl.minimum(miss, 0.5)), target - lse)
+
+
+@triton.jit
+def _write_zeros(row_ptr, vocab_size, BLOCK: tl.constexpr):
+    for first in range(0, vocab_size, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        tl.store(row_ptr + columns, tl.zeros([BLOCK], row_ptr.dtype.element_ty), mask=columns < vocab_size)
+
+
+@triton.jit
+def _write_gradient(
+    logits_ptr,  # this row's logits
+    gradient_ptr,  # where this row's gradient goes, possibly the same
+    label,
+    target,  # the label's scaled and capped logit
+    lse,
+    miss,
+    entropy,
+    d_loss,  # upstream gradients of the row's outputs
+    d_log_prob,
+    d_entropy,
+    vocab_size,
+    logit_scale,
+    softcap,
+    smoothing,
+    z_loss,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    growth = 2.0 * z_loss * lse
+    floor = d_loss * smoothing / vocab_size
+    weight = d_loss * (1.0 + growth) - d_log_prob
+    at_label = d_loss * (growth * (1.0 - miss) - miss + smoothing) - floor + d_log_prob * miss
+    if ENTROPY:
+        at_label -= d_entropy * (1.0 - miss) * (_label_log_prob(target, lse, miss) + entropy)
+    for first in range(0, vocab_size, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < vocab_size
+        x = tl.load(logits_ptr + columns, mask=mask, other=0.0)
+        z, slope = _scaled_with_slope(x, logit_scale, softcap, SOFTCAP)
+        log_p = z - lse
+        p = tl.exp(log_p)
+        g = weight * p - floor
+        if ENTROPY:
+            g -= d_entropy * tl.where(p > 0.0, p * (log_p + entropy), 0.0)
+        g = tl.where(columns == label, at_label, g) * slope
+        tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["out_stride", "ignore_index"])
+def _forward_kernel(
+    logits_ptr,  # rows of vocab_size, logits_stride apart
+    labels_ptr,  # [rows], int32 or int64
+    out_ptr,  # [fields, rows], fp32, fields out_stride apart
+    gradient_ptr,  # rows of vocab_size, gradient_stride apart; unused without GRADIENT
+    valid_ptr,  # [1], int32: 0 is written where a label is out of range
+    logits_stride,
+    gradient_stride,
+    out_stride,
+    vocab_size,
+    ignore_index,
+    logit_scale,
+    softcap,
+    smoothing,
+    z_loss,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    LOG_PROBS: tl.constexpr,  # this and the next: the field's place in `out`, -1 when it is not asked for
+    ENTROPY: tl.constexpr,
+    TOP1: tl.constexpr,
+    LOG_SUM_SQ: tl.constexpr,
+    MEAN: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    gradient_ptr += row * gradient_stride
+    out_ptr += row
+    out_step = tl.cast(out_stride, tl.int64)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    if label == ignore_index:
+        for field in tl.static_range(FIELDS):
+            tl.store(out_ptr + field * out_step, 0.0)
+        if GRADIENT:
+            _write_zeros(gradient_ptr, vocab_size, BLOCK)
+        return
+    in_vocabulary = (label >= 0) & (label < vocab_size)
+    tl.store(valid_ptr, 0, mask=in_vocabulary == 0)
+    label = tl.where(in_vocabulary, label, 0)
+    target = _scaled(tl.load(logits_ptr + label), logit_scale, softcap, SOFTCAP)
+
+    peaks = tl.full([BLOCK], 0.0, tl.float32) + tl.maximum(target, -3.0e38)
+    others = tl.zeros([BLOCK], tl.float32)  # sum of exp(z - peak) over the columns that are not the label
+    moments = tl.zeros([BLOCK], tl.float32)  # of exp(z - peak) * (z - peak)
+    squares = tl.zeros([BLOCK], tl.float32)  # of exp(z - peak)^2
+    totals = tl.zeros([BLOCK], tl.float32)  # of z, over all columns
+    ahead = tl.zeros([BLOCK], tl.int32)  # columns that argmax would prefer to the label
+    for first in range(0, vocab_size, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < vocab_size
+        z = _scaled(tl.load(logits_ptr + columns, mask=mask, other=0.0), logit_scale, softcap, SOFTCAP)
+        if SMOOTHING or MEAN >= 0:
+            totals += tl.where(mask, z, 0.0)
+        z = tl.where(mask, z, float("-inf"))
+        if TOP1 >= 0:
+            ahead += tl.where((z > target) | ((z == target) & (columns < label)), 1, 0)
+        risen = tl.maximum(peaks, z)
+        decay = tl.exp(peaks - risen)
+        gap = z - risen
+        gap = tl.where(gap < -1000.0, -1000.0, gap)  # exp is 0 there, and 0 * gap is to be 0; a NaN stays a NaN
+        term = tl.where(columns == label, 0.0, tl.exp(gap))
+        if ENTROPY >= 0:
+            moments = decay * (moments + others * (peaks - risen)) + term * gap
+        if LOG_SUM_SQ >= 0:
+            squares = decay * decay * squares + term * term
+        others = decay * others + term
+        peaks = risen
+
+    peak = tl.max(peaks, axis=0)
+    decay = tl.exp(peaks - peak)
+    own = tl.exp(target - peak)
+    rest = tl.sum(decay * others, axis=0)
+    mass = rest + own
+    log_mass = tl.where(target == peak, _log1p(rest), tl.log(mass))
+    lse = peak + log_mass
+    miss = rest / mass
+    nll = log_mass + (peak - target)
+    loss = nll
+    mean = tl.sum(totals, axis=0) / vocab_size
+    if SMOOTHING:
+        loss = (1.0 - smoothing) * nll + smoothing * (lse - mean)
+    loss += z_loss * lse * lse
+    tl.store(out_ptr, lse)
+    tl.store(out_ptr + out_step, miss)
+    tl.store(out_ptr + 2 * out_step, loss)
+    if LOG_PROBS >= 0:
+        tl.store(out_ptr + LOG_PROBS * out_step, -nll)
+    if ENTROPY >= 0:
+        moment = tl.sum(decay * (moments + others * (peaks - peak)), axis=0)
+        moment += tl.where(own > 0.0, own * (target - peak), 0.0)
+        entropy = log_mass - moment / mass
+        tl.store(out_ptr + ENTROPY * out_step, entropy)
+    if TOP1 >= 0:
+        tl.store(out_ptr + TOP1 * out_step, tl.where(tl.sum(ahead, axis=0) == 0, 1.0, 0.0))
+    if LOG_SUM_SQ >= 0:
+        square = tl.sum(decay * decay * squares, axis=0) + own * own
+        tl.store(out_ptr + LOG_SUM_SQ * out_step, tl.log(square) - 2.0 * log_mass)
+    if MEAN >= 0:
+        tl.store(out_ptr + MEAN * out_step, mean)
+    if GRADIENT:
+        _write_gradient(
+            logits_ptr,
+            gradient_ptr,
+            label,
+            target,
+            lse,
+            miss,
+            0.0,
+            1.0,
+            0.0,
+            0.0,
+            vocab_size,
+            logit_scale,
+            softcap,
+            smoothing,
+            z_loss,
+            SOFTCAP,
+            False,
+            BLOCK,
+        )
+
+
+@triton.jit(do_not_specialize=["saved_stride", "ignore_index"])
+def _gradient_kernel(
+    logits_ptr,  # rows of vocab_size, logits_stride apart
+    labels_ptr,  # [rows], int32 or int64
+    saved_ptr,  # [fields, rows], fp32, fields saved_stride apart: lse, miss, ...
+    d_loss_ptr,  # [rows] each, fp32; the first is unused without HAS_LOSS and so on
+    d_log_prob_ptr,
+    d_entropy_ptr,
+    gradient_ptr,  # rows of vocab_size, gradient_stride apart
+    logits_stride,
+    gradient_stride,
+    saved_stride,
+    vocab_size,
+    ignore_index,
+    logit_scale,
+    softcap,
+    smoothing,
+    z_loss,
+    SOFTCAP: tl.constexpr,
+    HAS_LOSS: tl.constexpr,
+    HAS_LOG_PROBS: tl.constexpr,
+    ENTROPY: tl.constexpr,  # the entropy's place in `saved`, -1 when nothing flows into it
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    gradient_ptr += row * gradient_stride
+    saved_ptr += row
+    saved_step = tl.cast(saved_stride, tl.int64)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    if label == ignore_index:
+        _write_zeros(gradient_ptr, vocab_size, BLOCK)
+        return
+    label = tl.where((label >= 0) & (label < vocab_size), label, 0)
+    target = 0.0
+    d_loss = 0.0
+    d_log_prob = 0.0
+    d_entropy = 0.0
+    entropy = 0.0
+    if HAS_LOSS:
+        d_loss = tl.load(d_loss_ptr + row)
+    if HAS_LOG_PROBS:
+        d_log_prob = tl.load(d_log_prob_ptr + row)
+    if ENTROPY >= 0:
+        d_entropy = tl.load(d_entropy_ptr + row)
+        entropy = tl.load(saved_ptr + ENTROPY * saved_step)
+        target = _scaled(tl.load(logits_ptr + label), logit_scale, softcap, SOFTCAP)
+        # In place: no thread may write the label's column before every thread has read it.
+        tl.debug_barrier()
+    _write_gradient(
+        logits_ptr,
+        gradient_ptr,
+        label,
+        target,
+        tl.load(saved_ptr),
+        tl.load(saved_ptr + saved_step),
+        entropy,
+        d_loss,
+        d_log_prob,
+        d_entropy,
+        vocab_size,
+        logit_scale,
+        softcap,
+        smoothing,
+        z_loss,
+        SOFTCAP,
+        ENTROPY >= 0,
+        BLOCK,
+    )
+
+
+def forward_rows(
+    logits: Tensor,
+    labels: Tensor,
+    out: RowBuffers,
+    options: LossOptions,
+    gradient: Tensor | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Fills `out` from `logits` [n, V] (rows of unit stride) and `labels` [n]; see `rows.py`.
+
+    A row whose label is `ignore_index` gets zeros and is not read. `overwrite` is of no use here.
+    """
+    count, vocab_size = logits.shape
+    if count == 0:
+        return
+    valid = torch.ones(1, dtype=torch.int32, device=logits.device)
+    target = logits if gradient is None else gradient
+    block, warps = _block(vocab_size)
+    with on_device_of(logits):
+        _forward_kernel[(count,)](
+            logits,
+            labels,
+            out.values,
+            target,
+            valid,
+            logits.stride(0),
+            target.stride(0),
+            out.values.stride(0),
+            vocab_size,
+            options.ignore_index,
+            *_numbers(options),
+            SOFTCAP=options.softcap is not None,
+            SMOOTHING=options.label_smoothing != 0.0,
+            GRADIENT=gradient is not None,
+            LOG_PROBS=out.position("log_probs"),
+            ENTROPY=out.position("entropy"),
+            TOP1=out.position("is_top1"),
+            LOG_SUM_SQ=out.position("log_sum_sq_probs"),
+            MEAN=out.position("mean_logits"),
+            FIELDS=len(out.fields),
+            BLOCK=block,
+            num_warps=warps,
+        )
+        if logits.device.type != "cpu":
+            torch._assert_async(valid, out_of_range_message(vocab_size, options))
+
+
+def gradient_rows(
+    logits: Tensor, labels: Tensor, saved: RowBuffers, upstream: Upstream, options: LossOptions, gradient: Tensor
+) -> None:
+    """Writes the gradient of the weighted outputs with respect to `logits` [n, V] into `gradient`; see `rows.py`."""
+    count, vocab_size = logits.shape
+    if count == 0:
+        return
+    block, warps = _block(vocab_size)
+    with on_device_of(logits):
+        _gradient_kernel[(count,)](
+            logits,
+            labels,
+            saved.values,
+            *(saved.values if value is None else value for value in upstream),
+            gradient,
+            logits.stride(0),
+            gradient.stride(0),
+            saved.values.stride(0),
+            vocab_size,
+            options.ignore_index,
+            *_numbers(options),
+            SOFTCAP=options.softcap is not None,
+            HAS_LOSS=upstream.loss is not None,
+            HAS_LOG_PROBS=upstream.log_probs is not None,
+            ENTROPY=-1 if upstream.entropy is None else saved.position("entropy"),
+            BLOCK=block,
+            num_warps=warps,
+        )
+
+
+def _block(vocab_size: int) -> tuple[int, int]:
+    """Columns of one step along a row, and the warps that take it: 8 columns a thread."""
+    block = min(WIDEST_BLOCK, max(256, next_power_of_two(vocab_size)))
+    return block, block // 256
+
+
+def _numbers(options: LossOptions) -> tuple[float, float, float, float]:
+    softcap = 1.0 if options.softcap is None else float(options.softcap)
+    return float(options.logit_scale), softcap, float(options.label_smoothing), float(options.z_loss)
