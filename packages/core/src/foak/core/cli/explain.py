@@ -115,8 +115,10 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         UnsupportedError: transformers has no causal language model for it, or cannot build it without data.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(f"transformers has no causal language model for the model type {config.model_type}")
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
