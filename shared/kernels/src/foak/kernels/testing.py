@@ -107,7 +107,7 @@ def evaluate(
     )
 
 
-def random_upstream(seed: int = 0) -> Callable[[int, Tensor], Tensor]:
+def random_upstream(seed: int = 1000) -> Callable[[int, Tensor], Tensor]:
     """An `upstream` for `evaluate`: standard normal values in the output's dtype and device, the same for one seed."""
 
     def make(index: int, output: Tensor) -> Tensor:
@@ -172,6 +172,32 @@ def check_against_fp64(
             name=name,
         )
     return actual
+
+
+LAYOUTS = ("contiguous", "sliced", "every_second", "transposed")
+"""The memory layouts that `laid_out` knows."""
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The values of `tensor` in another memory layout; what lies between them is NaN, so that a stray read shows.
+
+    "sliced": rows are part of longer ones and start at an odd address, as in a packed projection; "every_second": a
+    stride of 2 in the last dimension; "transposed": the last two dimensions are swapped in memory.
+    """
+    length = tensor.shape[-1]
+    if layout == "contiguous":
+        return tensor.contiguous()
+    if layout == "transposed":
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "sliced":
+        return _with_nan_around(tensor, 2 * length + 5)[..., 3 : 3 + length].copy_(tensor)
+    if layout == "every_second":
+        return _with_nan_around(tensor, 2 * length)[..., ::2].copy_(tensor)
+    raise ValueError(f"laid_out: layout is {layout!r}; allowed are {', '.join(LAYOUTS)}")
+
+
+def _with_nan_around(tensor: Tensor, length: int) -> Tensor:
+    return torch.full((*tensor.shape[:-1], length), math.nan, dtype=tensor.dtype, device=tensor.device)
 
 
 def make_interpreter_round_bf16() -> None:
