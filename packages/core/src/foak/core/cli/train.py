@@ -53,5 +53,6 @@ def train_command(
                 f"Stopped by {interrupted}. To go on: foak train {run} --set training.resume_from_checkpoint=true",
                 highlight=False,
                 markup=False,
+                soft_wrap=True,
             )
         raise typer.Exit(128 + interrupted.signum) from None

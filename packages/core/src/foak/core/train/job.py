@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, set_seed
 
@@ -200,14 +201,15 @@ class Job:
         trainable = sum(parameter.numel() for parameter in self.trainer.model.parameters() if parameter.requires_grad)
         total = sum(parameter.numel() for parameter in self.trainer.model.parameters())
         self.console.print(
-            f"[bold]{self.run.model.name_or_path}[/]: {trainable:,} of {total:,} parameters train, "
+            f"[bold]{escape(self.run.model.name_or_path)}[/]: {trainable:,} of {total:,} parameters train, "
             f"{len(self.trainer.train_dataset):,} examples, {self.args.world_size} x {self.args.device.type}",
             highlight=False,
+            soft_wrap=True,
         )
         if self.patches is not None:
-            self.console.print(str(self.patches), highlight=False, markup=False)
+            self.console.print(str(self.patches), highlight=False, markup=False, soft_wrap=True)
         if self.checkpoint is not None:
-            self.console.print(f"Going on from {self.checkpoint}", highlight=False, markup=False)
+            self.console.print(f"Going on from {self.checkpoint}", highlight=False, markup=False, soft_wrap=True)
 
     def _close(self, folder: Path, report: dict[str, Any]) -> None:
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
