@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from foak.core import UnsupportedError
 from foak.core.patching import ModelPatcher, NotApplicable, Rule, Verdict
-from torch import nn
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:

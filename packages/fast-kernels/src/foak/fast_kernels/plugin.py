@@ -22,8 +22,8 @@ _WITHOUT_LOGITS = ("fused_linear", "fused_ce_liger", "auto")
 class FastKernelsPlugin(AccelerationPlugin):
     """Fused norms, rotary embedding, activations and losses for every architecture that has them.
 
-    A switch is ``true`` (asked for by name: a model that has nothing of the kind is refused), ``auto`` (where it fits) or
-    ``false``.
+    A switch is ``true`` (asked for by name: a model that has nothing of the kind is refused), ``auto`` (where it fits)
+    or ``false``.
     """
 
     name: ClassVar[str] = "fast-kernels"

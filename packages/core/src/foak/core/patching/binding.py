@@ -167,7 +167,7 @@ def bind(
     return binding
 
 
-def _make(template: types.FunctionType, like: Callable[..., Any], **names: Any) -> types.FunctionType:
+def _make(template: Any, like: Callable[..., Any], **names: Any) -> types.FunctionType:
     # no `__name__`: Dynamo looks a global up in the module of that name instead of in these globals where there is one
     namespace = {"__builtins__": builtins, **names}
     function = types.FunctionType(template.__code__, namespace, "forward")

@@ -1,9 +1,10 @@
-"""The patcher: offers every module of a model to every rule, verifies, binds, reports, and takes all of it off again."""
+"""The patcher: offers every module of a model to every rule, verifies, binds, reports, and takes it all off again."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,28 +181,33 @@ class ModelPatcher:
         return self._verdicts[key]
 
     def _try(self, rule: Rule, module: nn.Module) -> Verdict:
-        twin = module if rule.function_name is not None else stand_in(module)
-        replacement = rule.build(twin)
+        if rule.function_name is not None:
+            called, replacement = _called(rule, module), rule.build(module)
+            trials: Iterator[Verdict] = (compare(called, replacement, args, kwargs) for args, kwargs in rule.cases(module))
+        else:
+            trials = self._try_forward(rule, module)
         verdict = Verdict(False, "the rule has no trial call")
-        for args, kwargs in rule.cases(twin):
-            if rule.function_name is not None:
-                verdict = compare(_called(rule, module), replacement, args, kwargs)
-            else:
-                forward = bindings.own_forward(module)
-                assert forward is not None  # `_refusal` has looked
-                wide = copy.deepcopy(twin).double()
-                verdict = compare(
-                    lambda *a, **k: forward(twin, *a, **k),
-                    lambda *a, **k: replacement(twin, *a, **k),
-                    args,
-                    kwargs,
-                    parameters=parameters_of(twin),
-                    wide=lambda *a, wide=wide, **k: forward(wide, *a, **k),
-                    wide_parameters=parameters_of(wide),
-                )
+        for verdict in trials:
             if not verdict.passed:
-                return verdict
+                break
         return verdict
+
+    def _try_forward(self, rule: Rule, module: nn.Module) -> Iterator[Verdict]:
+        forward = bindings.own_forward(module)
+        assert forward is not None  # `_refusal` has looked
+        twin = stand_in(module)
+        wide = copy.deepcopy(twin).double()
+        replacement = rule.build(twin)
+        for args, kwargs in rule.cases(twin):
+            yield compare(
+                functools.partial(forward, twin),
+                functools.partial(replacement, twin),
+                args,
+                kwargs,
+                parameters=parameters_of(twin),
+                wide=functools.partial(forward, wide),
+                wide_parameters=parameters_of(wide),
+            )
 
     # -- binding ----------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """A copy of a function that sees another object under a global name, the function itself left as it is.
 
-A model's attention calls ``apply_rotary_pos_emb`` by a name in its module's globals. Replacing that global would change
-every model of the process; reloading the module would undo earlier changes. Instead one instance gets a copy of its
-forward, made of the same code object and a copy of the globals with that one name replaced. Decorators keep the function
-they wrap in a closure cell, so the copy is followed through the cells.
+A model's attention calls ``apply_rotary_pos_emb`` by a name in its module's globals. Replacing that global would
+change every model of the process; reloading the module would undo earlier changes. Instead one instance gets a copy of
+its forward, made of the same code object and a copy of the globals with that one name replaced. Decorators keep the
+function they wrap in a closure cell, so the copy is followed through the cells.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def rebind(function: types.FunctionType, replacements: Mapping[str, Any]) -> typ
         functools.update_wrapper(clone, candidate)
         wrapped = candidate.__dict__.get("__wrapped__")
         if wrapped is None:
-            del clone.__wrapped__
+            del clone.__dict__["__wrapped__"]
         else:
-            clone.__wrapped__ = wrapped
+            clone.__dict__["__wrapped__"] = wrapped
         copies[id(candidate)] = clone
         return clone
 

@@ -39,6 +39,11 @@ def is_linear_like(module: nn.Module) -> bool:
     )
 
 
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """``(in_features, out_features)`` of a linear-like module."""
+    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+
+
 def is_tensor_parallel(module: nn.Module) -> bool:
     """Whether a parameter below the module is a DTensor: sharded, so no stand-in can speak for it."""
     from torch.distributed.tensor import DTensor
@@ -86,13 +91,13 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 def _reduction(module: nn.Module) -> dict[int, int]:
     """Size of a linear layer to its reduced size; empty where nothing needs reducing."""
     linears = [child for child in module.modules() if child is not module and is_linear_like(child)]
-    sizes = {size for child in linears for size in (int(child.in_features), int(child.out_features))}
+    sizes = {size for child in linears for size in linear_sizes(child)}
     if not sizes:
         return {}
     unit = math.gcd(*sizes)
     if unit <= _REDUCED_UNIT:
         return {}
-    numel = sum(int(child.in_features) * int(child.out_features) for child in linears)
+    numel = sum(math.prod(linear_sizes(child)) for child in linears)
     quantized = any(not p.is_floating_point() for p in module.parameters())
     if numel * 4 <= _LARGE_BYTES // 64 and not quantized:
         return {}
@@ -142,10 +147,7 @@ def _perturbed(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
 
 
 def _dense(module: nn.Module, device: torch.device, sizes: dict[int, int]) -> nn.Linear:
-    in_features, out_features = (
-        sizes.get(int(n), int(n))
-        for n in (module.in_features, module.out_features)  # type: ignore[arg-type]
-    )
+    in_features, out_features = (sizes.get(size, size) for size in linear_sizes(module))
     base = getattr(module, "base_layer", module)
     has_bias = isinstance(getattr(base, "bias", None), torch.Tensor)
     dense = nn.Linear(in_features, out_features, bias=has_bias, device=device, dtype=torch.float32)

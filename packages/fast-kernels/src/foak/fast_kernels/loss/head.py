@@ -32,9 +32,7 @@ def model_forward(inner: Callable[..., Any], model: nn.Module, /, *args: Any, **
         _postponing.reset(token)
 
 
-def head_forward(
-    head: nn.Linear, hidden: torch.Tensor, *, foak_request: HeadRequest | None = None
-) -> torch.Tensor:
+def head_forward(head: nn.Linear, hidden: torch.Tensor, *, foak_request: HeadRequest | None = None) -> torch.Tensor:
     """Forward of a linear output head.
 
     Args:

@@ -14,8 +14,8 @@ from foak.fast_kernels.loss.lazy_logits import LazyLogits, LossCall
 class FusedLabelSmoother:
     """Stands in for ``transformers.trainer_pt_utils.LabelSmoother`` on one trainer.
 
-    The loss is ``(1 - epsilon) * nll + epsilon / V * sum_v(-log p_v)``, averaged over the labels that are not ignored, or
-    summed and divided by ``num_items_in_batch``.
+    The loss is ``(1 - epsilon) * nll + epsilon / V * sum_v(-log p_v)``, averaged over the labels that are not ignored,
+    or summed and divided by ``num_items_in_batch``.
 
     Attributes:
         original: the smoother that it replaces; it serves logits that were computed after all.

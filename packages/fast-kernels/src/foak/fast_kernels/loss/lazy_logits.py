@@ -7,8 +7,8 @@ head returns a `LazyLogits`: it has the shape, dtype and device of the logits, r
 * when a cross entropy consumes it, the loss is computed by `foak.kernels.linear_cross_entropy` without any logits;
 * when anything else touches it, the real logits are computed, once, and take its place.
 
-No architecture has to be known for that: whatever a forward does between the head and the loss is either recorded exactly
-(scaling, soft-capping, casts, views and slices of the leading dimensions) or done on the real logits.
+No architecture has to be known for that: whatever a forward does between the head and the loss is either recorded
+exactly (scaling, soft-capping, casts, views and slices of the leading dimensions) or done on the real logits.
 
 The head's module is kept, not its weight: both ways go through ``head.__call__``, so that the hooks of FSDP, offloading
 and PEFT run.
@@ -117,7 +117,8 @@ class HeadRequest:
         """
         self.state.check(head)
         weight, bias = head.weight, head.bias
-        assert isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
+        assert isinstance(weight, torch.Tensor)
+        assert bias is None or isinstance(bias, torch.Tensor)
         with self.state.context(hidden.device):
             if self.loss is None:
                 return F.linear(hidden, weight, bias)
@@ -171,7 +172,7 @@ class LazyLogits(torch.Tensor):
         """Stand for the logits; nothing is computed or allocated."""
         weight = _own(head)[0]
         needs_grad = state.gradients and (hidden.requires_grad or any(p.requires_grad for p in _own(head)))
-        lazy: LazyLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        lazy: LazyLogits = torch.Tensor._make_wrapper_subclass(
             cls,
             (*hidden.shape[:-1], weight.shape[0]),
             dtype=dtype,
@@ -185,7 +186,7 @@ class LazyLogits(torch.Tensor):
             parent._children.add(lazy)
         if needs_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                torch.Tensor.register_hook(lazy, _refuse_gradient)
+                torch.Tensor.register_hook(lazy, _refuse_gradient)  # type: ignore[no-untyped-call]
         return lazy
 
     __hash__ = object.__hash__
@@ -294,7 +295,7 @@ class LazyLogits(torch.Tensor):
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Reached by code below Python's tensor functions only: give it the values."""
@@ -312,8 +313,10 @@ def _detached(value: Any) -> Any:
 
 def _changes_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return name in ("__setitem__", "__set__") or (name.startswith("__i") and name not in ("__invert__", "__index__")) or (
-        name.endswith("_") and not name.endswith("__")
+    return (
+        name in ("__setitem__", "__set__")
+        or (name.startswith("__i") and name not in ("__invert__", "__index__"))
+        or (name.endswith("_") and not name.endswith("__"))
     )
 
 

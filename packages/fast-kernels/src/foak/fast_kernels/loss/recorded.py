@@ -71,9 +71,10 @@ def _cast(lazy: LazyLogits, dtype: torch.dtype) -> LazyLogits:
 def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     copy = kwargs.pop("copy", False)
     try:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
     except (TypeError, RuntimeError):
         return NotImplemented
+    device, dtype, _, memory_format = parsed
     target = lazy.device if device is None else torch.device(device)
     same_device = target == lazy.device or (target.type == lazy.device.type and target.index is None)
     if not same_device or memory_format is not None or (dtype is not None and not dtype.is_floating_point):
@@ -183,7 +184,7 @@ def _register_hook(lazy: LazyLogits, hook: Callable[..., Any]) -> Any:
     # FSDP2 registers one on every output; it counts only if the logits are computed after all
     lazy._hooks.append(hook)
     with torch._C.DisableTorchFunctionSubclass():
-        return T.register_hook(lazy, hook)
+        return T.register_hook(lazy, hook)  # type: ignore[no-untyped-call]
 
 
 RECORDED: dict[Callable[..., Any], Callable[..., Any]] = {

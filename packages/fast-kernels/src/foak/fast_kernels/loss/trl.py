@@ -1,9 +1,9 @@
 """TRL's own fused head, computed by foak's kernel.
 
-TRL's trainers call ``model(..., fused_lm_head=True)`` on a forward that they bind to the model; it runs the backbone and
-scores the labelled positions with ``_ChunkedLogProbFunction``, which recomputes the head's product in the backward and
-so runs three products for a frozen head. The rules here give that one instance's forward another function under this
-name; what TRL does around it (masks, fields of its output, auxiliary losses) stays TRL's.
+TRL's trainers call ``model(..., fused_lm_head=True)`` on a forward that they bind to the model; it runs the backbone
+and scores the labelled positions with ``_ChunkedLogProbFunction``, which recomputes the head's product in the backward
+and so runs three products for a frozen head. The rules here give that one instance's forward another function under
+this name; what TRL does around it (masks, fields of its output, auxiliary losses) stays TRL's.
 """
 
 from __future__ import annotations

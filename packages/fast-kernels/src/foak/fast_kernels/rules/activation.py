@@ -1,7 +1,8 @@
 """Gated MLPs: ``down(act(gate(x)) * up(x))``, recognised by their layers and told apart by what they compute.
 
-A candidate has three linear layers (or two, the first of which gives gate and up packed in its output) and an activation.
-Which layer is the gate, how a packed output is split and which activation it is, is found by running the stand-in.
+A candidate has three linear layers (or two, the first of which gives gate and up packed in its output) and an
+activation. Which layer is the gate, how a packed output is split and which activation it is, is found by running the
+stand-in.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from foak.core.patching import NotApplicable, Rule
 from foak.core.patching.binding import own_forward
 from foak.core.patching.fp64 import Float64Mode
 from foak.core.patching.rule import Case
-from foak.core.patching.twin import compute_dtype, is_linear_like, stand_in
+from foak.core.patching.twin import compute_dtype, is_linear_like, linear_sizes, stand_in
 from foak.core.patching.verify import isolated
 from foak.kernels import geglu, swiglu
 
@@ -93,10 +94,11 @@ def _arguments(module: nn.Module) -> list[str]:
 
 
 def _shapes(layers: list[tuple[str, nn.Module]]) -> bool:
-    sizes = [(int(layer.in_features), int(layer.out_features)) for _, layer in layers]  # type: ignore[arg-type]
+    sizes = [linear_sizes(layer) for _, layer in layers]
     if len(sizes) == 3:
         return any(
-            sizes[a] == sizes[b] and sizes[c] == (sizes[a][1], sizes[a][0]) for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
+            sizes[a] == sizes[b] and sizes[c] == (sizes[a][1], sizes[a][0])
+            for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
         )
     (first, second) = sizes
     return first[1] == 2 * second[0] and first[0] == second[1]
@@ -114,7 +116,7 @@ def sample(module: nn.Module) -> Case:
     """A few rows, of a size at which the activation is bent."""
     layer = _input_layer(module)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    x = torch.randn(2, 3, int(layer.in_features), device=device)  # type: ignore[arg-type]
+    x = torch.randn(2, 3, linear_sizes(layer)[0], device=device)
     return (x.to(compute_dtype(layer)).requires_grad_(),), {}
 
 
@@ -165,7 +167,7 @@ class ActivationRule:
         )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
     def mlp_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         return formula(self, args[0] if args else next(iter(kwargs.values())))

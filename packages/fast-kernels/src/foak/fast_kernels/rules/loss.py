@@ -25,7 +25,7 @@ def language_model(model: nn.Module) -> nn.Module:
 
 
 def output_heads(model: nn.Module) -> list[nn.Module]:
-    """The modules that may compute the logits: the output embeddings, and their copies in PEFT's ``modules_to_save``."""
+    """The modules that may compute the logits: output embeddings, and their copies in PEFT's ``modules_to_save``."""
     base = language_model(model)
     get = getattr(base, "get_output_embeddings", None)
     head = get() if callable(get) else None
@@ -87,12 +87,13 @@ class LossWithoutLogits:
 def _verify_linear_cross_entropy(head: nn.Module) -> Verdict:
     device = trial_device(head)
     vocab_size, hidden_size = _TRIAL_SIZE
-    dtype = head.weight.dtype  # type: ignore[union-attr]
-    hidden = torch.randn(9, hidden_size, device=device).to(dtype).requires_grad_()  # type: ignore[arg-type]
-    weight = torch.randn(vocab_size, hidden_size, device=device).to(dtype).requires_grad_()  # type: ignore[arg-type]
+    assert isinstance(head, nn.Linear)  # the rule has matched
+    dtype = head.weight.dtype
+    hidden = torch.randn(9, hidden_size, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(vocab_size, hidden_size, device=device).to(dtype).requires_grad_()
     arguments = [hidden, weight]
     if head.bias is not None:
-        arguments.append(torch.randn(vocab_size, device=device).to(dtype).requires_grad_())  # type: ignore[arg-type]
+        arguments.append(torch.randn(vocab_size, device=device).to(dtype).requires_grad_())
     labels = torch.randint(0, vocab_size, (9,), device=device)
     labels[2] = -100
 
@@ -100,7 +101,7 @@ def _verify_linear_cross_entropy(head: nn.Module) -> Verdict:
         return nn.functional.cross_entropy(nn.functional.linear(h, w, b).float(), labels)
 
     def replacement(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
-        return linear_cross_entropy(h, w, labels, b)  # type: ignore[no-any-return]
+        return linear_cross_entropy(h, w, labels, b)
 
     return compare(original, replacement, arguments)
 

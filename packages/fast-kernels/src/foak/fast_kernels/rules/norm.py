@@ -55,10 +55,7 @@ class Formula:
         eps = getattr(norm, self.eps)
         if eps is None:  # torch.nn.RMSNorm's default
             eps = torch.finfo(x.dtype).eps
-        if self.subtracts_mean:
-            y = layer_norm(x, weight, bias, eps)
-        else:
-            y = rms_norm(x, weight, eps, self.offset)
+        y = layer_norm(x, weight, bias, eps) if self.subtracts_mean else rms_norm(x, weight, eps, self.offset)
         return y.to(x.dtype) if self.keeps_dtype and y.dtype != x.dtype else y
 
 
@@ -146,16 +143,14 @@ class NormRule:
         """The rule for one of the two kernels."""
 
         def match_formula(module: nn.Module) -> str | None:
-            reason = match(module)
-            if reason is None:
-                return None
             try:
-                formula = self.formula(module)
+                reason = match(module)
+                formula = self.formula(module) if reason is not None else None
             except NotApplicable:
                 if subtracts_mean:  # one of the two rules speaks for what neither knows
-                    raise
-                return None
-            return reason if formula.subtracts_mean == subtracts_mean else None
+                    return None
+                raise
+            return reason if formula is not None and formula.subtracts_mean == subtracts_mean else None
 
         return Rule(
             name=name,
@@ -169,7 +164,7 @@ class NormRule:
         )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
     def norm_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         return formula(self, args[0] if args else next(iter(kwargs.values())))
