@@ -14,10 +14,10 @@ import torch
 import transformers
 before, modules, logger_handlers = dict(os.environ), set(sys.modules), len(__import__("logging").root.handlers)
 threads = torch.get_num_threads()
-start = time.perf_counter()
+start = time.process_time()
 import foak.core
 %s
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 new = sorted(set(sys.modules) - modules)
 print(json.dumps({
     "seconds": seconds,
@@ -53,8 +53,8 @@ def test_import_does_nothing(then: str) -> None:
         "transformers.models",
     )
     assert [name for name in probe["new"] if name.startswith(heavy)] == []
-    # 0.3 s is the budget on an idle machine; the factor is for machines that run other tests beside.
-    assert probe["seconds"] < 1.5
+    # CPU seconds, which do not depend on what else the machine does; measured: 0.01, 0.09 and 0.14.
+    assert probe["seconds"] < (0.3 if not then else 0.6)
     if not then:
         assert [name for name in probe["new"] if name.startswith("foak")] == ["foak", "foak.core", "foak.core._version"]
 

@@ -21,18 +21,6 @@ ALLOWED = (
     "type of transformers such as llama"
 )
 
-# What a configuration that does not fit its own model class raises while the model is built, beyond ValueError.
-_BUILD_FAILURES = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    ImportError,
-    ArithmeticError,
-)
-
 
 def explain_command(model: str, config_file: Path | None, as_json: bool) -> None:
     """Builds the model without weights, applies the plugins, and prints the report.
@@ -84,15 +72,15 @@ def find_model_config(model: str) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     path = Path(model).expanduser()
+    source, extra = _locate(path) if path.exists() else ("", {})
     try:
-        if path.exists():
-            source, extra = _locate(path)
+        if source:
             local: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=True, **extra)
             return local
         if model in CONFIG_MAPPING:
             default: PreTrainedConfig = AutoConfig.for_model(model)
             return default
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+    except _bad_config_failures() as error:
         raise UnsupportedError(
             f"{model}: transformers cannot read this model's configuration: {_line(error)}"
         ) from error
@@ -101,7 +89,7 @@ def find_model_config(model: str) -> PreTrainedConfig:
     try:
         cached: PreTrainedConfig = AutoConfig.from_pretrained(model, local_files_only=True)
         return cached
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+    except _bad_config_failures() as error:
         raise UnsupportedError(
             f"{model}: neither a local path nor a hub id in the local cache, and explain does not use the network; "
             f"fetch it with `hf download {model} config.json`"
@@ -122,7 +110,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except _BUILD_FAILURES as error:
+    except _bad_config_failures() as error:
         raise UnsupportedError(
             f"No causal language model can be built from a configuration of type {config.model_type}: {_line(error)}"
         ) from error
@@ -144,6 +132,17 @@ def _locate(path: Path) -> tuple[str, dict[str, Any]]:
     if path.suffix == ".json":
         return str(path), {}
     raise UnsupportedError(f"{path}: this file is neither a config.json nor a .gguf file; MODEL is {ALLOWED}")
+
+
+def _bad_config_failures() -> tuple[type[Exception], ...]:
+    """What a configuration that is wrong raises while transformers reads it or builds its model.
+
+    transformers computes with the values before it has checked them, so this is whatever that computation raises.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    lookups = (AttributeError, LookupError, TypeError)
+    return (OSError, ValueError, RuntimeError, ImportError, ArithmeticError, StrictDataclassError, *lookups)
 
 
 def _line(error: BaseException) -> str:
