@@ -158,6 +158,14 @@ def test_apply_on_a_trainer_prepares_it_once(tiny_llama: MakeModel, tmp_path: Pa
     assert sum(isinstance(callback, Callback) for callback in trainer.callback_handler.callbacks) == 1
 
 
+def test_apply_again_after_the_trainer_has_wrapped_the_model(tiny_llama: MakeModel, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_llama(), tmp_path)
+    framework = make()
+    report = framework.apply(trainer)
+    trainer.model_wrapped = nn.DataParallel(trainer.model)  # as DDP does while it trains
+    assert framework.apply(trainer) is report
+
+
 def test_a_trainer_around_an_accelerated_model_is_prepared(tiny_llama: MakeModel, tmp_path: Path) -> None:
     framework, model = make(), tiny_llama()
     report = framework.apply(model)

@@ -93,7 +93,7 @@ class QuantizedPeftPlugin(AccelerationPlugin):
         from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
         path = f"{self.section.root}.{BITSANDBYTES}"
-        for name in ("quantization_config", "load_in_4bit", "load_in_8bit", "gguf_file"):
+        for name in ("gguf_file", "quantization_config", "load_in_4bit", "load_in_8bit"):
             if kwargs.get(name):
                 raise UnsupportedError(f"{path} cannot be combined with the argument {name} of load_model; remove one")
         source = {

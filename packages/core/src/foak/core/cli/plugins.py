@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from foak.core.activation import activate
 from foak.core.cli.output import print_json, print_line, print_table
+from foak.core.config import read_config
 from foak.core.discovery import InstalledPlugin, installed_plugins
-from foak.core.framework import AccelerationFramework
 
 __all__ = ["plugins_command"]
 
@@ -21,11 +22,12 @@ def plugins_command(config_file: Path | None, as_json: bool) -> None:
     Raises:
         ConfigError: a plugin is broken, or the configuration is wrong.
     """
+    # Not through the framework: nothing here needs torch, which takes longer to import than all the rest.
+    config = read_config(config_file) if config_file is not None else None
     found = installed_plugins()
     active: set[str] | None = None
-    if config_file is not None:
-        framework = AccelerationFramework(config_file, plugins=[installed.plugin for installed in found])
-        active = {plugin.name for plugin in framework.active_plugins}
+    if config is not None:
+        active = {plugin.name for plugin in activate(config, [installed.plugin for installed in found])}
     if as_json:
         print_json([_to_dict(installed, active) for installed in found])
         return
