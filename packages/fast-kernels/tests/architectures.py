@@ -100,7 +100,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "GPTBigCode",
         "GPTBigCode",
-        dict(vocab_size=VOCAB_SIZE, n_embd=64, n_inner=96, n_layer=2, n_head=4, n_positions=64, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)),
+        dict(
+            vocab_size=VOCAB_SIZE,
+            n_embd=64,
+            n_inner=96,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        ),
     ),
     Architecture("Qwen2", "Qwen2", _DECODER),
     Architecture("Qwen3", "Qwen3", {**_DECODER, "head_dim": 24}),

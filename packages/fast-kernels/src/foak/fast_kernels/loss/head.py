@@ -48,9 +48,9 @@ def head_forward(head: nn.Linear, hidden: torch.Tensor, *, foak_request: HeadReq
     if torch.compiler.is_compiling() or not _postponing.get():
         return F.linear(hidden, head.weight, head.bias)
     dtype = _product_dtype(head, hidden)
-    if dtype is None or hidden.dim() < 2:
+    if dtype is None or hidden.dim() < 2 or hidden.is_inference():
         return F.linear(hidden, head.weight, head.bias)
-    return LazyLogits(head, hidden, HeadState.of(head, hidden.device), dtype)
+    return LazyLogits(head, hidden, HeadState.of(head, hidden), dtype)
 
 
 def _product_dtype(head: nn.Linear, hidden: torch.Tensor) -> torch.dtype | None:

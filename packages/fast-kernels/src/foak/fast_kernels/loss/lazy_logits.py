@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,35 +34,41 @@ Op = tuple[str, Any]
 """One recorded element-wise step: ``("scale", factor)``, ``("tanh", None)`` or ``("cast", dtype)``."""
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 @dataclass(frozen=True)
 class HeadState:
     """The state of a head when its product was asked for: what must be the same when it is computed.
 
     Attributes:
         parameters: the head's parameters and their versions.
+        hidden: the head's input and its version.
         autocast: the dtype of the autocast that was on, or None.
         gradients: whether gradients were recorded.
     """
 
     parameters: tuple[tuple[nn.Parameter, int], ...]
+    hidden: tuple[torch.Tensor, int]
     autocast: torch.dtype | None
     gradients: bool
 
     @classmethod
-    def of(cls, head: nn.Module, device: torch.device) -> HeadState:
+    def of(cls, head: nn.Module, hidden: torch.Tensor) -> HeadState:
         """Read a head's state as it is now."""
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return cls(tuple((p, _version(p)) for p in _own(head)), autocast, torch.is_grad_enabled())
+        kind = hidden.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        parameters = tuple((p, p._version) for p in _own(head))
+        return cls(parameters, (hidden, hidden._version), autocast, torch.is_grad_enabled())
 
     def check(self, head: nn.Module) -> None:
-        """Refuse to compute from weights that are no longer those of the forward; raises `UnsupportedError`."""
+        """Refuse to compute from tensors that are no longer those of the forward; raises `UnsupportedError`."""
+        hidden, version = self.hidden
+        if hidden._version != version:
+            raise UnsupportedError(
+                "the logits of an earlier forward were read after the hidden states that the output head was given had "
+                "been changed in place: read outputs.logits first, or set fast_loss to true or false"
+            )
         now = _own(head)
         if len(now) != len(self.parameters) or any(
-            p is not old or _version(p) != version for p, (old, version) in zip(now, self.parameters, strict=False)
+            p is not old or p._version != version for p, (old, version) in zip(now, self.parameters, strict=False)
         ):
             raise UnsupportedError(
                 "the logits of an earlier forward were read after the output head's weights had changed or been "
@@ -86,7 +92,7 @@ class LossCall:
 
     labels: torch.Tensor
     ignore_index: int = -100
-    reduction: str = "mean"
+    reduction: Literal["mean", "sum", "none"] = "mean"
     num_items_in_batch: torch.Tensor | int | None = None
     label_smoothing: float = 0.0
     logit_scale: float = 1.0
@@ -146,12 +152,17 @@ class LazyLogits(torch.Tensor):
         hidden: its input ``[..., H]``, with the recorded views and slices applied.
         ops: the recorded element-wise steps, in order.
         state: the head's state at the time of the forward.
+        row_major: whether the real logits would be contiguous; False where that is not known.
+
+    What was derived from the same product is one family: as soon as one member must be computed all of them are, so
+    that whatever is then done to the real tensors finds copies that are copies and views that are views.
     """
 
     head: nn.Module
     hidden: torch.Tensor
     ops: tuple[Op, ...]
     state: HeadState
+    row_major: bool
     _parent: LazyLogits | None
     _replay: Callable[[torch.Tensor], torch.Tensor] | None
     _children: weakref.WeakSet[LazyLogits]
@@ -168,6 +179,7 @@ class LazyLogits(torch.Tensor):
         ops: tuple[Op, ...] = (),
         parent: LazyLogits | None = None,
         replay: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        row_major: bool = True,
     ) -> LazyLogits:
         """Stand for the logits; nothing is computed or allocated."""
         weight = _own(head)[0]
@@ -180,7 +192,7 @@ class LazyLogits(torch.Tensor):
             requires_grad=needs_grad,
         )
         lazy.head, lazy.hidden, lazy.state, lazy.ops = head, hidden, state, ops
-        lazy._parent, lazy._replay, lazy._real = parent, replay, None
+        lazy._parent, lazy._replay, lazy._real, lazy.row_major = parent, replay, None, row_major
         lazy._children, lazy._hooks = weakref.WeakSet(), []
         if parent is not None:
             parent._children.add(lazy)
@@ -203,16 +215,29 @@ class LazyLogits(torch.Tensor):
             UnsupportedError: the head's weights have changed since the forward.
         """
         if self._real is None:
-            with torch.set_grad_enabled(self.state.gradients):
-                if self._parent is not None and self._replay is not None:
-                    self._real = self._replay(self._parent.compute())
-                else:
-                    self._real = self.head(self.hidden, foak_request=HeadRequest(self.state))
-            assert self._real is not None
-            for hook in self._hooks:
-                if self._real.requires_grad:
-                    self._real.register_hook(hook)
+            root = self
+            while root._parent is not None:
+                root = root._parent
+            waiting = [root]
+            while waiting:
+                member = waiting.pop()
+                member._compute_from_parent()
+                waiting.extend(member._children)
+        assert self._real is not None
         return self._real
+
+    def _compute_from_parent(self) -> None:
+        if self._real is not None:
+            return
+        with torch.set_grad_enabled(self.state.gradients):
+            if self._parent is not None and self._replay is not None:
+                assert self._parent._real is not None
+                self._real = self._replay(self._parent._real)
+            else:
+                self._real = self.head(self.hidden, foak_request=HeadRequest(self.state))
+        for hook in self._hooks:
+            if self._real.requires_grad:
+                self._real.register_hook(hook)
 
     def derive(
         self,
@@ -222,6 +247,7 @@ class LazyLogits(torch.Tensor):
         op: Op | None = None,
         dtype: torch.dtype | None = None,
         gradients: bool = True,
+        row_major: bool | None = None,
     ) -> LazyLogits:
         """The lazy result of one recorded step; ``replay`` is that step on real logits."""
         state = replace(self.state, gradients=self.state.gradients and gradients and torch.is_grad_enabled())
@@ -233,6 +259,7 @@ class LazyLogits(torch.Tensor):
             self.ops if op is None else (*self.ops, op),
             self,
             replay,
+            self.row_major if row_major is None else row_major,
         )
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
@@ -262,17 +289,6 @@ class LazyLogits(torch.Tensor):
             loss: torch.Tensor = self.head(self.hidden, foak_request=HeadRequest(self.state, call))
         return loss
 
-    def _settle(self) -> None:
-        """Compute all that shares a product with these logits, because they are about to change in place."""
-        root = self
-        while root._parent is not None:
-            root = root._parent
-        waiting = [root]
-        while waiting:
-            lazy = waiting.pop()
-            lazy.compute()
-            waiting.extend(lazy._children)
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -281,17 +297,15 @@ class LazyLogits(torch.Tensor):
         from foak.fast_kernels.loss.recorded import METADATA, RECORDED
 
         kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        record = RECORDED.get(func)
-        first = args[0] if args else kwargs.get("input")
-        if record is not None and isinstance(first, LazyLogits) and not first.is_computed:
-            result = record(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits) and not first.is_computed:
+            if func in METADATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            record = RECORDED.get(func)
+            result = NotImplemented if record is None else record(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if isinstance(first, LazyLogits) and _changes_in_place(func):
-            first._settle()
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs))
 
     @classmethod
@@ -309,15 +323,6 @@ def _computed(value: Any) -> Any:
 
 def _detached(value: Any) -> Any:
     return value.compute().detach() if isinstance(value, LazyLogits) else value
-
-
-def _changes_in_place(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return (
-        name in ("__setitem__", "__set__")
-        or (name.startswith("__i") and name not in ("__invert__", "__index__"))
-        or (name.endswith("_") and not name.endswith("__"))
-    )
 
 
 def _refuse_gradient(gradient: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -14,7 +14,7 @@ from foak.fast_kernels.loss.lazy_logits import LazyLogits, LossCall
 T = torch.Tensor
 
 _PROPERTIES = """
-    shape dtype device layout ndim requires_grad is_leaf itemsize nbytes is_cuda is_cpu is_meta is_mps is_xpu is_sparse
+    shape dtype device layout ndim requires_grad itemsize nbytes is_cuda is_cpu is_meta is_mps is_xpu is_sparse
     is_sparse_csr is_quantized is_nested
 """
 
@@ -29,9 +29,6 @@ METADATA: frozenset[Callable[..., Any]] = frozenset(
         T.is_floating_point,
         T.is_complex,
         T.is_inference,
-        T.is_contiguous,
-        T.stride,
-        T.storage_offset,
         T.__len__,
         T.get_device,
         torch.is_floating_point,
@@ -42,14 +39,30 @@ METADATA: frozenset[Callable[..., Any]] = frozenset(
 """Questions that the stand-in answers itself."""
 
 
-def _same(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("memory_format", torch.preserve_format) not in (torch.preserve_format, torch.contiguous_format):
+def _is_leaf(lazy: LazyLogits) -> bool:
+    return not lazy.requires_grad
+
+
+def _if_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The stand-in's own answer about its layout, where that is the one of the real logits."""
+
+    def answer(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        if not lazy.row_major:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(lazy, *args, **kwargs)
+
+    return answer
+
+
+def _contiguous(lazy: LazyLogits, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    if memory_format not in (torch.preserve_format, torch.contiguous_format):
         return NotImplemented
-    return lazy
+    return lazy if lazy.row_major else lazy.derive(T.contiguous, row_major=True)
 
 
-def _clone(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("memory_format", torch.preserve_format) not in (torch.preserve_format, torch.contiguous_format):
+def _clone(lazy: LazyLogits, *, memory_format: torch.memory_format = torch.preserve_format) -> Any:
+    if memory_format is not torch.preserve_format:
         return NotImplemented
     return lazy.derive(T.clone)
 
@@ -97,18 +110,18 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _mul(lazy: Any, factor: Any, **kwargs: Any) -> Any:
-    number = _number(factor)
-    if number is None or kwargs or not isinstance(lazy, LazyLogits):
+def _mul(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
+    number = _number(other)
+    if number is None or kwargs:
         return NotImplemented
-    return lazy.derive(lambda real: real * factor, op=("scale", number))
+    return lazy.derive(lambda real: real * other, op=("scale", number))
 
 
-def _div(lazy: Any, divisor: Any, **kwargs: Any) -> Any:
-    number = _number(divisor)
-    if not number or kwargs or not isinstance(lazy, LazyLogits):
+def _div(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
+    number = _number(other)
+    if not number or kwargs:
         return NotImplemented
-    return lazy.derive(lambda real: real / divisor, op=("scale", 1.0 / number))
+    return lazy.derive(lambda real: real / other, op=("scale", 1.0 / number))
 
 
 def _tanh(lazy: LazyLogits, **kwargs: Any) -> Any:
@@ -158,20 +171,21 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
         items = (*items[:at], *[slice(None)] * (lazy.dim() - len(items) + 1), *items[at + 1 :])
     if len(items) > lazy.dim() or (len(items) == lazy.dim() and items[-1] != slice(None)):
         return NotImplemented
-    return lazy.derive(lambda real: real[index], hidden=lazy.hidden[items[: lazy.dim() - 1]])
+    hidden = lazy.hidden[items[: lazy.dim() - 1]]
+    return lazy.derive(lambda real: real[index], hidden=hidden, row_major=lazy.row_major and hidden is lazy.hidden)
 
 
 def _cross_entropy(
-    lazy: Any,
+    lazy: LazyLogits,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if not isinstance(lazy, LazyLogits) or weight is not None or size_average is not None or reduce is not None:
+    if weight is not None or size_average is not None or reduce is not None:
         return NotImplemented
     if target.is_floating_point():  # class probabilities
         return NotImplemented
@@ -196,7 +210,11 @@ RECORDED: dict[Callable[..., Any], Callable[..., Any]] = {
     T.type_as: lambda lazy, other: _to(lazy, other),
     T.clone: _clone,
     torch.clone: _clone,
-    T.contiguous: _same,
+    T.contiguous: _contiguous,
+    T.is_leaf.__get__: _is_leaf,  # type: ignore[attr-defined]
+    T.is_contiguous: _if_contiguous(T.is_contiguous),
+    T.stride: _if_contiguous(T.stride),
+    T.storage_offset: _if_contiguous(T.storage_offset),
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.ops.aten.alias.default: _alias,

@@ -153,15 +153,25 @@ class ActivationRule:
         """The replacement of an MLP's forward."""
         return _forward_of(self.formula(module))
 
-    def rule(self, key: str | None) -> Rule:
-        """The rule."""
+    def rule(self, kernel: str, key: str | None) -> Rule:
+        """The rule for one of the two kernels: ``swiglu`` or ``geglu``."""
+
+        def match_formula(module: nn.Module) -> str | None:
+            try:
+                reason = match(module)
+                formula = self.formula(module) if reason is not None else None
+            except NotApplicable:
+                if kernel != "swiglu":  # one of the two rules speaks for what neither knows
+                    return None
+                raise
+            return reason if formula is not None and formula.kernel == kernel else None
+
         return Rule(
-            name="activation",
+            name=kernel,
             target="forward",
-            match=match,
+            match=match_formula,
             sample=sample,
             build=self.build,
-            kernel="swiglu / geglu",
             key=key,
             more_samples=more_samples,
         )
@@ -210,5 +220,6 @@ def _find_formula(module: nn.Module, forward: Callable[..., Any]) -> Formula | N
 
 
 def rules(key: str | None) -> list[Rule]:
-    """The rule behind ``fast_activation``."""
-    return [ActivationRule().rule(key)]
+    """The rules behind ``fast_activation``: SwiGLU and GeGLU."""
+    finder = ActivationRule()
+    return [finder.rule("swiglu", key), finder.rule("geglu", key)]
