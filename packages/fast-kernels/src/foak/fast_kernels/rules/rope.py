@@ -41,10 +41,19 @@ def rotary_with_positions(
     return rope(q, k, cos, sin, unsqueeze_dim)
 
 
-_SIGNATURES: dict[tuple[str, ...], Callable[..., Any]] = {
-    ("q", "k", "cos", "sin", "unsqueeze_dim"): rotary,
-    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): rotary_with_positions,
+_EMPTY = inspect.Parameter.empty
+_SIGNATURES: dict[tuple[tuple[str, Any], ...], Callable[..., Any]] = {
+    (("q", _EMPTY), ("k", _EMPTY), ("cos", _EMPTY), ("sin", _EMPTY), ("unsqueeze_dim", 1)): rotary,
+    (
+        ("q", _EMPTY),
+        ("k", _EMPTY),
+        ("cos", _EMPTY),
+        ("sin", _EMPTY),
+        ("position_ids", None),
+        ("unsqueeze_dim", 1),
+    ): rotary_with_positions,
 }
+"""Parameters with their defaults, and the function that has the same: every call of the one is one of the other."""
 
 
 def match(module: nn.Module) -> str | None:
@@ -69,9 +78,14 @@ def build(module: nn.Module) -> Callable[..., Any]:
     """The kernel under the signature of the function that this attention calls."""
     function = called_global(current_function(module, forward_slot(module)), _NAME)
     assert function is not None  # the rule has matched
-    parameters = tuple(inspect.signature(function).parameters)
+    signature = inspect.signature(function)
+    parameters = tuple((name, parameter.default) for name, parameter in signature.parameters.items())
     if parameters not in _SIGNATURES:
-        raise NotApplicable(f"its {_NAME} takes ({', '.join(parameters)})")
+        bare = signature.replace(
+            parameters=[p.replace(annotation=_EMPTY) for p in signature.parameters.values()],
+            return_annotation=inspect.Signature.empty,
+        )
+        raise NotApplicable(f"its {_NAME} has another signature: {bare}")
     return _SIGNATURES[parameters]
 
 
