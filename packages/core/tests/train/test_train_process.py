@@ -70,14 +70,13 @@ def test_a_signal_ends_the_run_with_a_whole_checkpoint(
     finally:
         process.kill()
     assert process.returncode == 128 + number, output
-    assert f"Stopped by {number.name}" in output
     assert "Traceback" not in output
     last = last_checkpoint(tmp_path / "out")
     assert last is not None
+    assert f"Stopped by {number.name}; {last} is whole" in output
     end = json.loads((last / "trainer_state.json").read_text())["global_step"] + 2
-    resumed = python(
-        *TRAIN, path, *("--set", "training.resume_from_checkpoint=true"), "--set", f"training.max_steps={end}"
-    )
+    resume = ("--set", "training.resume_from_checkpoint=true", "--set", f"training.max_steps={end}")
+    resumed = python(*TRAIN, path, *resume)
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {end}/{end}" in resumed.stdout
 
@@ -108,7 +107,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_earlier_checkpoints(write_run: Ru
 
 
 def test_two_ranks_speak_once_and_count_all_tokens(write_run: RunWriter, tmp_path: Path) -> None:
-    path = write_run(training={"max_steps": 3})
+    path = write_run(peft={"lora_dropout": 0.0}, training={"max_steps": 3})
     done = python(*LAUNCH, "--num_processes=2", "--main_process_port=0", *TRAIN, path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3  loss") == 1
@@ -119,4 +118,4 @@ def test_two_ranks_speak_once_and_count_all_tokens(write_run: RunWriter, tmp_pat
     assert alone.returncode == 0, alone.stderr
     single = json.loads((tmp_path / "out" / "foak_report.json").read_text())
     assert report["tokens"] == single["tokens"]
-    assert report["loss"] == pytest.approx(single["loss"], abs=2e-3)
+    assert report["loss"] == pytest.approx(single["loss"], abs=1e-5)

@@ -36,6 +36,7 @@ def train_command(
     from foak.core.train.interrupt import Interrupted
     from foak.core.train.job import Job
     from foak.core.train.runfile import read_run_file
+    from foak.core.train.storage import last_checkpoint
 
     console = Console()
     try:
@@ -49,10 +50,8 @@ def train_command(
         raise
     except Interrupted as interrupted:
         if int(os.environ.get("RANK", "0")) == 0:
-            console.print(
-                f"Stopped by {interrupted}. To go on: foak train {run} --set training.resume_from_checkpoint=true",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            last = last_checkpoint(Path(job.args.output_dir))
+            resume = f"to go on: foak train {run} --set training.resume_from_checkpoint=true"
+            rest = "training.save_strategy left no checkpoint" if last is None else f"{last} is whole; {resume}"
+            console.print(f"Stopped by {interrupted}; {rest}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(128 + interrupted.signum) from None
