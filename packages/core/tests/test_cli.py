@@ -233,7 +233,8 @@ def test_explain_says_what_a_model_may_be(run: Run, tmp_path: Path, demo_plugin:
 
 
 def test_explain_refuses_what_it_cannot_read_or_build(run: Run, tmp_path: Path, demo_plugin: Path) -> None:
-    assert "causal language model" in fails(run, 1, "explain", "t5")
+    assert "no causal language model for the model type t5" in fails(run, 1, "explain", "t5")
+    assert "of type reformer" in fails(run, 1, "explain", "reformer")  # transformers asserts that is_decoder is set
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{not json")

@@ -92,15 +92,16 @@ def read_config(
         path, origin = os.fspath(config), ""
     else:
         raise ConfigError(f"A configuration is a path, a mapping or None, but not {describe_kind(config)}")
-    return _from_document(read_yaml(path, origin), str(path))
+    return _from_document(read_yaml(path, origin, expected="a configuration starts with the key `plugins`"), str(path))
 
 
-def read_yaml(path: str | os.PathLike[str], origin: str = "") -> Any:
+def read_yaml(path: str | os.PathLike[str], origin: str = "", *, expected: str = "") -> Any:
     """Reads one YAML document (UTF-8, safe types only) from a file.
 
     Args:
         path: the file.
         origin: why this file is read, appended to its name in messages, such as ` (named by $FOAK_CONFIG)`.
+        expected: what the file should hold, appended to the message that it is empty.
 
     Returns:
         The document: nested dictionaries with text keys, lists and scalars.
@@ -127,7 +128,7 @@ def read_yaml(path: str | os.PathLike[str], origin: str = "") -> Any:
         raise ConfigError(f"{label}: the file is not UTF-8 text (byte {error.start})") from None
     document = _parse(text, label)
     if document is None:
-        raise ConfigError(f"{label}: the file is empty; a configuration starts with the key `plugins`")
+        raise ConfigError(f"{label}: the file is empty" + (f"; {expected}" if expected else ""))
     return _copy(document, label, "", {})
 
 

@@ -112,7 +112,9 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except _bad_config_failures() as error:
         raise UnsupportedError(
-            f"No causal language model can be built from a configuration of type {config.model_type}: {_line(error)}"
+            f"transformers cannot build a causal language model from this configuration of type {config.model_type} "
+            f"({type(error).__name__}: {_line(error)}); a model type alone gives its default configuration, which may be "
+            "incomplete: give a folder or a config.json"
         ) from error
     return model
 
@@ -141,8 +143,8 @@ def _bad_config_failures() -> tuple[type[Exception], ...]:
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    lookups = (AttributeError, LookupError, TypeError)
-    return (OSError, ValueError, RuntimeError, ImportError, ArithmeticError, StrictDataclassError, *lookups)
+    faults = (AttributeError, LookupError, TypeError, AssertionError, ArithmeticError)
+    return (OSError, ValueError, RuntimeError, ImportError, StrictDataclassError, *faults)
 
 
 def _line(error: BaseException) -> str:
