@@ -113,8 +113,8 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     except _bad_config_failures() as error:
         raise UnsupportedError(
             f"transformers cannot build a causal language model from this configuration of type {config.model_type} "
-            f"({type(error).__name__}: {_line(error)}); a model type alone gives its default configuration, which may be "
-            "incomplete: give a folder or a config.json"
+            f"({type(error).__name__}: {_line(error)}); a model type alone gives its default configuration, which may "
+            "be incomplete: give a folder or a config.json"
         ) from error
     return model
 
