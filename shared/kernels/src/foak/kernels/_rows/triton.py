@@ -31,7 +31,7 @@ def _sum_partials_kernel(
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first dimension of `partial` [P, H] fp32, always in the same order, rounded once to `dtype`."""
     count, length = partial.shape
-    out = torch.empty(length, dtype=dtype, device=partial.device)
+    out = partial.new_empty(length, dtype=dtype)
     _sum_partials_kernel[(-(-length // BLOCK_COLUMNS),)](
         partial, out, count, H=length, BLOCK_H=BLOCK_COLUMNS, BLOCK_P=BLOCK_PROGRAMS, num_warps=4
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foak.kernels._rows import column_blocks, row_view
-from foak.kernels.launch import on_device_of
+from foak.kernels.launch import empty_rows, on_device_of
 
 
 @triton.jit
@@ -96,7 +96,7 @@ class GeGlu(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
         ctx.tanh = tanh
         ctx.save_for_backward(gate, up)
-        y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+        y = empty_rows(gate, torch.promote_types(gate.dtype, up.dtype))
         if y.numel() == 0:
             return y
         length = gate.shape[-1]
@@ -114,8 +114,8 @@ class GeGlu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
         needs_dgate, needs_dup = ctx.needs_input_grad[:2]
-        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs_dgate else None
-        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs_dup else None
+        dgate = empty_rows(gate, gate.dtype) if needs_dgate else None
+        dup = empty_rows(up, up.dtype) if needs_dup else None
         if dy.numel() == 0:
             return dgate, dup, None
         length = gate.shape[-1]

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, programs, row_view
 from foak.kernels._rows.triton import sum_partials
-from foak.kernels.launch import multiprocessor_count, on_device_of
+from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
 
 
 @triton.jit
@@ -240,10 +240,10 @@ class LayerNorm(torch.autograd.Function):
             dtype = torch.promote_types(dtype, bias.dtype)
             bias = bias.contiguous()
             ctx.bias_dtype = bias.dtype
-        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        y = empty_rows(x, dtype)
         row_count = x.numel() // length if length else 0
-        mean = torch.empty(row_count, dtype=torch.float32, device=x.device)
-        rstd = torch.empty(row_count, dtype=torch.float32, device=x.device)
+        mean = x.new_empty(row_count, dtype=torch.float32)
+        rstd = x.new_empty(row_count, dtype=torch.float32)
         ctx.save_for_backward(x, weight, mean, rstd)
         if row_count == 0:
             return y
@@ -277,10 +277,10 @@ class LayerNorm(torch.autograd.Function):
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         length = x.shape[-1]
         row_count = rstd.shape[0]
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
+        dx = empty_rows(x, x.dtype) if needs_dx else None
         sums = (needs_dw + needs_db) * length
         if row_count == 0:
-            dw = torch.zeros(length, dtype=weight.dtype, device=x.device) if needs_dw else None
+            dw = torch.zeros_like(weight) if needs_dw else None
             db = torch.zeros(length, dtype=ctx.bias_dtype, device=x.device) if needs_db else None
             return dx, dw, db, None
         x_rows, x_stride = row_view(x, length)
@@ -290,7 +290,7 @@ class LayerNorm(torch.autograd.Function):
         count = programs(row_count, tile, multiprocessor_count(x))
         partial = rstd
         if sums:
-            partial = (torch.zeros if wide else torch.empty)((count, sums), dtype=torch.float32, device=x.device)
+            partial = (x.new_zeros if wide else x.new_empty)((count, sums), dtype=torch.float32)
         kernel = _wide_backward_kernel if wide else _backward_kernel
         rows_of_tile = {} if wide else {"ROWS": tile.rows}
         with on_device_of(x):

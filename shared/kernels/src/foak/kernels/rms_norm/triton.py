@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, programs, row_view
 from foak.kernels._rows.triton import sum_partials
-from foak.kernels.launch import multiprocessor_count, on_device_of
+from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
 
 
 @triton.jit
@@ -191,9 +191,9 @@ class RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
         length = x.shape[-1]
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        y = empty_rows(x, dtype)
         row_count = x.numel() // length if length else 0
-        rstd = torch.empty(row_count, dtype=torch.float32, device=x.device)
+        rstd = x.new_empty(row_count, dtype=torch.float32)
         scale = None if weight is None else weight.contiguous()
         ctx.offset = offset
         ctx.save_for_backward(x, scale, rstd)
@@ -242,7 +242,7 @@ class RmsNorm(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         length = x.shape[-1]
         row_count = rstd.shape[0]
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
+        dx = empty_rows(x, x.dtype) if needs_dx else None
         if row_count == 0:
             return dx, torch.zeros_like(weight) if needs_dw else None, None, None
         x_rows, x_stride = row_view(x, length)
@@ -250,10 +250,9 @@ class RmsNorm(torch.autograd.Function):
         wide = length > WIDEST_TILE
         tile = backward_tile(WIDE_BLOCK if wide else length, warps=16)
         count = programs(row_count, tile, multiprocessor_count(x))
+        partial = rstd
         if needs_dw:
-            partial = (torch.zeros if wide else torch.empty)((count, length), dtype=torch.float32, device=x.device)
-        else:
-            partial = rstd
+            partial = (x.new_zeros if wide else x.new_empty)((count, length), dtype=torch.float32)
         pointers = (dy_rows, x_rows, x if weight is None else weight, rstd, rstd if dx is None else dx, partial)
         kernel = _wide_backward_kernel if wide else _backward_kernel
         rows_of_tile = {} if wide else {"ROWS": tile.rows}

@@ -23,7 +23,7 @@ def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, angle_dtype: torch.dtype
     rotated = cos.shape[-1]
     if rotated == x.shape[-1]:
         return _rotate_all(x, cos, signed_sin).to(dtype)
-    turning, passing = x.split((rotated, x.shape[-1] - rotated), dim=-1)
+    turning, passing = torch.split(x, [rotated, x.shape[-1] - rotated], dim=-1)
     return torch.cat((_rotate_all(turning, cos, signed_sin).to(dtype), passing.to(dtype)), dim=-1)
 
 
