@@ -14,8 +14,8 @@ from foak.kernels.cross_entropy.options import LossOptions, wide_dtype
 from foak.kernels.cross_entropy.rows import RowBuffers, Upstream, row_functions
 from foak.kernels.cross_entropy.stats import TokenStats
 
-PLAIN_CHUNK_BYTES = 4 * 2**20
-"""The plain row functions work on a copy of this many bytes of logits at a time, which stays in a CPU's cache."""
+PLAIN_CHUNK_BYTES = 32 * 2**20
+"""Without kernels, when labels are ignored, this much of the kept rows is gathered at a time."""
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -97,7 +97,7 @@ def mark_fixed_outputs(ctx: Any, stats: TokenStats) -> None:
 
 
 def _chunks(logits: Tensor, kept: KeptLabels, backend: Backend) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of the kept tokens, and where each chunk of them lies among the kept: all at once for the kernels."""
+    """The rows of the kept tokens in chunks, and where each chunk lies among them."""
     count = kept.labels.shape[0]
     if count == 0:
         return
@@ -106,8 +106,10 @@ def _chunks(logits: Tensor, kept: KeptLabels, backend: Backend) -> Iterator[tupl
         rows, _ = row_view(logits, logits.shape[1])
         yield slice(0, count), rows
         return
-    row_bytes = logits.shape[1] * wide_dtype(logits.dtype).itemsize
-    step = max(1, PLAIN_CHUNK_BYTES // row_bytes)
+    if kept.positions is None:
+        yield slice(0, count), logits
+        return
+    step = max(1, PLAIN_CHUNK_BYTES // (logits.shape[1] * logits.dtype.itemsize))
     for start in range(0, count, step):
-        span = slice(start, min(start + step, count))
-        yield span, logits[span] if kept.positions is None else logits.index_select(0, kept.positions[span])
+        span = slice(start, start + step)
+        yield span, logits.index_select(0, kept.positions[span])

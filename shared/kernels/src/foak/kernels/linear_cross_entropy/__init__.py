@@ -69,9 +69,9 @@ def linear_cross_entropy(
 
     Returns:
         The loss, fp32 (fp64 for fp64 products): [] or, for the reduction "none", `[N]`. With `return_stats` a pair of
-        it and `TokenStats` of `[N]`. Differentiable, once, in `hidden`, `weight` and `bias`, through the loss and through
-        `log_probs` and `entropy`; each gradient has its input's dtype. An input that requires no gradient costs
-        nothing. When every label is ignored the loss is 0 and the gradients are zero.
+        it and `TokenStats` of `[N]`. Differentiable, once, in `hidden`, `weight` and `bias`, through the loss and
+        through `log_probs` and `entropy`; each gradient has its input's dtype. An input that requires no gradient
+        costs nothing. When every label is ignored the loss is 0 and the gradients are zero.
 
         The product is computed in the promoted dtype of the inputs, under autocast in autocast's, and rounded to it, as
         `torch.nn.functional.linear` does; the loss is computed in fp32, and the weight's gradient summed over chunks
