@@ -1,0 +1,495 @@
+"""Hooks, autograd, checkpointing, autocast and function transforms around a head whose logits are lazy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import VOCAB_SIZE, Architecture
+from pairs import FP32_TOLERANCE, Pair, accelerate, assert_same_gradients, counting_computed, distance, pair, step
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from foak.core import UnsupportedError
+
+V = VOCAB_SIZE
+BATCH = Architecture.batch()
+LABELS = BATCH["labels"]
+
+Run = Callable[[Any], Any]
+
+
+def user_loss(output: Any) -> torch.Tensor:
+    return F.cross_entropy(output.logits.view(-1, V), LABELS.view(-1))
+
+
+def assert_runs_alike(run: Run, architecture: str = "Llama") -> None:
+    """The run gives the same tensors, and leaves the same gradients, on a plain and an accelerated model."""
+    models = pair(architecture)
+    expected, actual = (run(model) for model in models.both)
+    for reference, value in zip(expected, actual, strict=True):
+        assert type(value) is not tuple
+        assert distance(torch.as_tensor(value), torch.as_tensor(reference)) <= FP32_TOLERANCE
+    if any(parameter.grad is not None for parameter in models.plain.parameters()):
+        assert_same_gradients(*models.both)
+
+
+# -- hooks on the logits ---------------------------------------------------------------------------------------------
+
+
+def retain_before_the_loss(model: Any) -> Any:
+    output = model(**BATCH)
+    output.logits.retain_grad()
+    user_loss(output).backward()
+    return [output.logits.grad]
+
+
+def hook_before_the_loss(model: Any) -> Any:
+    seen: list[torch.Tensor] = []
+    output = model(**BATCH)
+    output.logits.register_hook(lambda gradient: seen.append(gradient) or gradient * 3)
+    user_loss(output).backward()
+    return seen
+
+
+def hook_on_a_cast(model: Any) -> Any:
+    output = model(**BATCH)
+    logits = output.logits.double()
+    logits.register_hook(lambda gradient: gradient * 3)
+    loss = F.cross_entropy(logits.view(-1, V), LABELS.view(-1))
+    loss.backward()
+    return [loss]
+
+
+def gradient_of_a_users_loss(model: Any) -> Any:
+    output = model(**BATCH)
+    logits = output.logits
+    return torch.autograd.grad(user_loss(output), [logits])
+
+
+@pytest.mark.parametrize("run", [retain_before_the_loss, hook_before_the_loss, hook_on_a_cast])
+def test_a_hook_on_the_logits_sees_the_gradient_of_a_users_loss(run: Run) -> None:
+    assert_runs_alike(run)
+
+
+def test_the_gradient_with_respect_to_logits_is_right_or_refused() -> None:
+    models = pair()
+    expected = gradient_of_a_users_loss(models.plain)[0]
+    try:
+        actual = gradient_of_a_users_loss(models.fast)[0]
+    except UnsupportedError:
+        return
+    assert distance(actual, expected) <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("what", ["register_hook", "retain_grad", "grad", "grad allow_unused"])
+def test_the_models_own_loss_no_longer_reaches_its_logits_and_says_so(what: str) -> None:
+    """That loss was taken without logits before anybody could ask for their gradient: an error, never a wrong one."""
+    output = pair().fast(**BATCH)
+    logits = output.logits
+    with pytest.raises(UnsupportedError, match="logits"):
+        if what == "register_hook":
+            logits.register_hook(lambda gradient: gradient * 3)
+            output.loss.backward()
+        elif what == "retain_grad":
+            logits.retain_grad()
+            output.loss.backward()
+        else:
+            torch.autograd.grad(output.loss, logits, allow_unused="allow" in what)
+
+
+# -- hooks on the head -----------------------------------------------------------------------------------------------
+
+
+def with_hook(register: Callable[[nn.Module, list[Any]], Any]) -> Run:
+    def run(model: Any) -> Any:
+        seen: list[Any] = []
+        handle = register(model.lm_head, seen)
+        output = model(**BATCH)
+        output.loss.backward()
+        logits = output.logits.detach() + 0
+        handle.remove()
+        return [output.loss, logits, float(len(seen)), *seen]
+
+    return run
+
+
+HEAD_HOOKS: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
+    "forward, changing": lambda h, s: h.register_forward_hook(lambda m, i, o: o * 2.0),
+    "forward, reading": lambda h, s: h.register_forward_hook(lambda m, i, o: s.append(o.detach().mean())),
+    "forward, adding": lambda h, s: h.register_forward_hook(lambda m, i, o: o + torch.linspace(0, 1, V)),
+    "forward with keywords": lambda h, s: h.register_forward_hook(
+        lambda m, i, k, o: s.append(float(len(k))), with_kwargs=True
+    ),
+    "before, counting": lambda h, s: h.register_forward_pre_hook(lambda m, i: s.append(1.0)),
+    "before, changing": lambda h, s: h.register_forward_pre_hook(lambda m, i: (i[0] * 0.5,)),
+    "backward": lambda h, s: h.register_full_backward_hook(lambda m, gi, go: s.append(go[0])),
+    "before the backward": lambda h, s: h.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,)),
+    "global": lambda h, s: nn.modules.module.register_module_forward_hook(
+        lambda m, i, o: s.append(o.detach().sum()) if m is h else None
+    ),
+}
+
+
+@pytest.mark.parametrize("register", HEAD_HOOKS.values(), ids=HEAD_HOOKS)
+def test_hooks_on_the_head_run_once_on_the_logits(register: Callable[[nn.Module, list[Any]], Any]) -> None:
+    assert_runs_alike(with_hook(register))
+
+
+def test_hooks_on_the_model_and_below_do_not_compute_logits() -> None:
+    def run(model: Any) -> Any:
+        seen: list[torch.Tensor] = []
+        handles = [
+            model.register_forward_hook(lambda m, i, o: seen.append(o.loss)),
+            model.model.norm.register_forward_hook(lambda m, i, o: o * 1.5),
+            model.model.layers[0].mlp.register_full_backward_hook(lambda m, gi, go: seen.append(go[0])),
+        ]
+        loss = step(model, BATCH)
+        for handle in handles:
+            handle.remove()
+        return [loss, *seen]
+
+    with counting_computed() as computed:
+        assert_runs_alike(run)
+    assert not computed
+
+
+# -- autograd --------------------------------------------------------------------------------------------------------
+
+
+def twice(model: Any) -> Any:
+    loss = model(**BATCH).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [loss]
+
+
+def of_the_logits_alone(model: Any) -> Any:
+    logits = model(**BATCH).logits
+    torch.autograd.backward([logits], [torch.linspace(-1, 1, logits.numel()).view(logits.shape)])
+    return []
+
+
+def of_loss_and_logits(model: Any) -> Any:
+    output = model(**BATCH)
+    (output.loss * 2 + output.logits.softmax(-1).square().sum()).backward()
+    return [output.loss]
+
+
+def of_two_losses(model: Any) -> Any:
+    output = model(**BATCH)
+    (output.loss + user_loss(output) * -0.3).backward()
+    return [output.loss]
+
+
+def with_respect_to_some(model: Any) -> Any:
+    return torch.autograd.grad(model(**BATCH).loss, [model.lm_head.weight, model.model.layers[0].mlp.up_proj.weight])
+
+
+def accumulated(model: Any) -> Any:
+    for seed in range(3):
+        model(**Architecture.batch(seed=seed)).loss.backward()
+    return []
+
+
+def two_forwards_before_one_backward(model: Any) -> Any:
+    (model(**BATCH).loss - model(**Architecture.batch(seed=1)).loss).backward()
+    return []
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        twice,
+        of_the_logits_alone,
+        of_loss_and_logits,
+        of_two_losses,
+        with_respect_to_some,
+        accumulated,
+        two_forwards_before_one_backward,
+    ],
+)
+@pytest.mark.parametrize("architecture", ["Llama", "Gemma 2"])
+def test_backwards(architecture: str, run: Run) -> None:
+    assert_runs_alike(run, architecture)
+
+
+def test_a_second_backward_through_a_freed_graph_is_refused_as_without_foak() -> None:
+    for model in pair().both:
+        loss = model(**BATCH).loss
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+def test_a_second_derivative_is_right_or_refused() -> None:
+    models = pair()
+    penalties = []
+    for model in models.both:
+        model.set_attn_implementation("eager")  # the CPU's fused attention has no second derivative
+        gradient = torch.autograd.grad(model(**BATCH).loss, list(model.parameters()), create_graph=True)
+        penalties.append(sum(g.square().sum() for g in gradient))
+    penalties[0].backward()
+    try:
+        penalties[1].backward()
+    except RuntimeError:
+        return
+    assert_same_gradients(*models.both)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(z)
+        return z.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def test_a_users_autograd_function_over_logits_is_right_or_refused() -> None:
+    models = pair()
+    Squared.apply(models.plain(**BATCH).logits).backward()
+    try:
+        Squared.apply(models.fast(**BATCH).logits).backward()
+    except UnsupportedError:
+        return
+    assert_same_gradients(*models.both)
+
+
+# -- gradient modes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Any) -> None:
+    def run(model: Any) -> Any:
+        with mode():
+            output = model(**BATCH)
+            inside = model(**BATCH).logits + 0
+        assert not output.loss.requires_grad
+        assert not output.logits.requires_grad
+        return [output.loss, inside, output.logits + 0]
+
+    assert_runs_alike(run)
+
+
+def test_a_loss_over_logits_of_another_gradient_mode() -> None:
+    for model in pair().both:
+        with torch.no_grad():
+            without = model(**BATCH)
+        assert not user_loss(without).requires_grad
+        output = model(**BATCH)
+        with torch.no_grad():
+            assert not user_loss(output).requires_grad
+        assert user_loss(output).requires_grad
+        assert not F.cross_entropy(output.logits.detach().view(-1, V), LABELS.view(-1)).requires_grad
+
+
+# -- recomputation ---------------------------------------------------------------------------------------------------
+
+
+def checkpointed_loss(model: Any, reentrant: bool) -> Any:
+    output = model(**BATCH)
+    loss = checkpoint(
+        lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)), output.logits, LABELS, use_reentrant=reentrant
+    )
+    loss.backward()
+    return [loss]
+
+
+def checkpointed_model(model: Any, reentrant: bool) -> Any:
+    embedded = model.get_input_embeddings()(BATCH["input_ids"])
+    mask = BATCH["attention_mask"]
+    loss = checkpoint(
+        lambda x: model(inputs_embeds=x, attention_mask=mask, labels=LABELS).loss, embedded, use_reentrant=reentrant
+    )
+    loss.backward()
+    return [loss]
+
+
+def checkpointed_layers(model: Any, reentrant: bool) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return [step(model, BATCH)]
+
+
+def checkpointed_head(model: Any, reentrant: bool) -> Any:
+    forward = model.lm_head.forward
+
+    def recomputed(hidden: torch.Tensor, **request: Any) -> torch.Tensor:
+        if request:
+            return forward(hidden, **request)
+        return checkpoint(forward, hidden, use_reentrant=reentrant)
+
+    model.lm_head.forward = recomputed
+    return [step(model, BATCH)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("run", [checkpointed_loss, checkpointed_model, checkpointed_layers, checkpointed_head])
+def test_checkpointing(run: Callable[[Any, bool], Any], reentrant: bool) -> None:
+    if run is checkpointed_loss and reentrant:
+        # an autograd function over the logits, like any other; the error names what to do
+        with pytest.raises(UnsupportedError):
+            checkpointed_loss(pair().fast, True)
+        return
+    assert_runs_alike(lambda model: run(model, reentrant))
+
+
+def test_a_checkpoint_wrapper_around_the_head() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def run(model: Any) -> Any:
+        model.lm_head = checkpoint_wrapper(model.lm_head)
+        loss = step(model, BATCH)
+        model.lm_head = model.lm_head._checkpoint_wrapped_module
+        return [loss]
+
+    assert_runs_alike(run)
+
+
+# -- autocast --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPTBigCode", "OLMo 2", "Gemma 2", "Phi-3"])
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_autocast_is_as_near_to_fp32_as_the_plain_model(architecture: str, backward_inside: bool) -> None:
+    exact, models = pair(architecture).plain, pair(architecture)
+    step(exact, BATCH)
+    errors = []
+    with counting_computed() as computed:
+        for model in models.both:
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(**BATCH)
+                if backward_inside:
+                    output.loss.backward()
+            if not backward_inside:
+                output.loss.backward()
+            assert output.logits.dtype == torch.bfloat16
+            assert output.loss.dtype == torch.float32
+            pairs = zip(model.parameters(), exact.parameters(), strict=True)
+            squares = [distance(p.grad, reference.grad) ** 2 for p, reference in pairs]
+            errors.append((sum(squares) / len(squares)) ** 0.5)
+    assert not computed
+    assert errors[1] <= 1.5 * errors[0]
+
+
+def test_logits_read_outside_of_autocast_are_those_of_inside() -> None:
+    models = pair()
+    read = []
+    for model in models.both:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(**BATCH)
+        read.append((output.logits + 0).detach())
+    assert read[1].dtype == read[0].dtype == torch.bfloat16
+    assert distance(read[1], read[0]) <= 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_users_cross_entropy_under_autocast_has_the_plain_dtype() -> None:
+    dtypes = []
+    for model in pair().both:
+        with torch.autocast("cpu", torch.bfloat16):
+            dtypes.append(user_loss(model(**BATCH)).dtype)
+    assert dtypes[1] == dtypes[0]
+
+
+# -- function transforms ---------------------------------------------------------------------------------------------
+
+
+def test_functional_call() -> None:
+    def run(model: Any) -> Any:
+        scaled = {name: parameter * 1.01 for name, parameter in model.named_parameters()}
+        loss = torch.func.functional_call(model, scaled, (), BATCH).loss
+        loss.backward()
+        return [loss]
+
+    assert_runs_alike(run)
+
+
+def test_func_grad() -> None:
+    def run(model: Any) -> Any:
+        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        call = lambda v: torch.func.functional_call(model, v, (), BATCH).loss  # noqa: E731
+        return list(torch.func.grad(call)(values).values())
+
+    assert_runs_alike(run)
+
+
+def test_saved_tensor_hooks() -> None:
+    def run(model: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return [step(model, BATCH)]
+
+    assert_runs_alike(run)
+
+
+# -- heads of another kind -------------------------------------------------------------------------------------------
+
+
+def parametrized(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+def weight_norm(model: Any) -> None:
+    nn.utils.weight_norm(model.lm_head)
+
+
+def wider(model: Any) -> None:
+    model.lm_head.double()
+    model.lm_head.register_forward_pre_hook(lambda m, i: (i[0].double(),))
+
+
+def biased(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, V))
+
+
+def frozen(model: Any) -> None:
+    model.lm_head.weight.requires_grad_(False)
+
+
+def all_frozen_but_the_head(model: Any) -> None:
+    model.model.requires_grad_(False)
+
+
+def tied(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def sequence(model: Any) -> None:
+    model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "change", [parametrized, weight_norm, wider, biased, frozen, all_frozen_but_the_head, tied, sequence]
+)
+def test_heads(change: Callable[[Any], None]) -> None:
+    models: list[Any] = []
+    for fast in (False, True):
+        model = pair().plain
+        change(model)
+        if fast:
+            accelerate(model)
+        models.append(model)
+    losses = [step(model, BATCH) for model in models]
+    assert losses[0].dtype == losses[1].dtype
+    assert distance(losses[1], losses[0]) <= FP32_TOLERANCE
+    assert_same_gradients(*models)
+
+
+def test_an_offloaded_head() -> None:
+    import accelerate as hf_accelerate
+
+    models = Pair(*(pair().plain for _ in range(2)), None, None)  # type: ignore[arg-type]
+    for model in models.both:
+        hf_accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    accelerate(models.fast)
+    with torch.no_grad():
+        expected, actual = (model(**BATCH) for model in models.both)
+    assert distance(actual.loss, expected.loss) <= FP32_TOLERANCE
+    assert distance(actual.logits + 0, expected.logits) <= FP32_TOLERANCE
