@@ -83,14 +83,17 @@ def match(module: nn.Module) -> str | None:
         return None
     if module._parameters or not _shapes(layers):
         return None
-    if len(_arguments(module)) != 1:
-        raise NotApplicable("a gated MLP whose forward takes more than its input")
+    arguments = _arguments(module)
+    if sum(argument.default is inspect.Parameter.empty for argument in arguments) != 1:
+        return None
+    if len(arguments) != 1:
+        raise NotApplicable(f"a forward that takes more than its input: {', '.join(a.name for a in arguments)}")
     return f"gated MLP of {', '.join(name for name, _ in layers)}"
 
 
-def _arguments(module: nn.Module) -> list[str]:
+def _arguments(module: nn.Module) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    return [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 def _shapes(layers: list[tuple[str, nn.Module]]) -> bool:

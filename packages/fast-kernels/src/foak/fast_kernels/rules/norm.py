@@ -55,7 +55,10 @@ class Formula:
         eps = getattr(norm, self.eps)
         if eps is None:  # torch.nn.RMSNorm's default
             eps = torch.finfo(x.dtype).eps
-        y = layer_norm(x, weight, bias, eps) if self.subtracts_mean else rms_norm(x, weight, eps, self.offset)
+        if self.subtracts_mean:
+            y = layer_norm(x, weight + 1 if self.offset and weight is not None else weight, bias, eps)
+        else:
+            y = rms_norm(x, weight, eps, self.offset)
         return y.to(x.dtype) if self.keeps_dtype and y.dtype != x.dtype else y
 
 
@@ -182,7 +185,7 @@ def _find_formula(module: nn.Module, forward: Callable[..., Any], eps: str) -> F
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
         return None
-    for subtracts_mean, offset in ((False, 0.0), (False, 1.0), (True, 0.0)):
+    for subtracts_mean, offset in ((False, 0.0), (False, 1.0), (True, 0.0), (True, 1.0)):
         formula = Formula(subtracts_mean, offset, False, eps)
         with torch.no_grad():
             actual = formula(wide, x)

@@ -41,6 +41,19 @@ def rotary_with_positions(
     return rope(q, k, cos, sin, unsqueeze_dim)
 
 
+def rotary_half_table(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for angles that are given once for both halves of a head: ``cos``, ``sin`` ``[B, S, D / 2]``."""
+    return rope(q, k, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1), unsqueeze_dim)
+
+
+def rotary_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> torch.Tensor:
+    """The same for queries or keys alone."""
+    nobody = x.narrow(2 if unsqueeze_dim == 2 else 1, 0, 0)
+    return rope(x, nobody, cos, sin, unsqueeze_dim)[0]
+
+
 _EMPTY = inspect.Parameter.empty
 _SIGNATURES: dict[tuple[tuple[str, Any], ...], Callable[..., Any]] = {
     (("q", _EMPTY), ("k", _EMPTY), ("cos", _EMPTY), ("sin", _EMPTY), ("unsqueeze_dim", 1)): rotary,
@@ -52,6 +65,7 @@ _SIGNATURES: dict[tuple[tuple[str, Any], ...], Callable[..., Any]] = {
         ("position_ids", None),
         ("unsqueeze_dim", 1),
     ): rotary_with_positions,
+    (("x", _EMPTY), ("cos", _EMPTY), ("sin", _EMPTY), ("unsqueeze_dim", 1)): rotary_one,
 }
 """Parameters with their defaults, and the function that has the same: every call of the one is one of the other."""
 
@@ -76,8 +90,7 @@ def match(module: nn.Module) -> str | None:
 
 def build(module: nn.Module) -> Callable[..., Any]:
     """The kernel under the signature of the function that this attention calls."""
-    function = called_global(current_function(module, forward_slot(module)), _NAME)
-    assert function is not None  # the rule has matched
+    function = _function_of(module)
     signature = inspect.signature(function)
     parameters = tuple((name, parameter.default) for name, parameter in signature.parameters.items())
     if parameters not in _SIGNATURES:
@@ -86,7 +99,23 @@ def build(module: nn.Module) -> Callable[..., Any]:
             return_annotation=inspect.Signature.empty,
         )
         raise NotApplicable(f"its {_NAME} has another signature: {bare}")
-    return _SIGNATURES[parameters]
+    chosen = _SIGNATURES[parameters]
+    return rotary_half_table if chosen is rotary and _takes_half_tables(module, function) else chosen
+
+
+def _takes_half_tables(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether the function refuses angles of a whole head's size and takes those of half of it."""
+    size = head_size(module)
+    q = torch.zeros(1, 1, 1, size)
+
+    def takes(table: torch.Tensor) -> bool:
+        try:
+            with torch.no_grad():
+                return bool(function(q, q, table, table)[0].shape == q.shape)
+        except RuntimeError:
+            return False
+
+    return size % 2 == 0 and not takes(torch.zeros(1, 1, size)) and takes(torch.zeros(1, 1, size // 2))
 
 
 def head_size(module: nn.Module) -> int:
@@ -115,27 +144,38 @@ def _case(module: nn.Module, *, rotary_size: int, batch: int = 2, transposed: bo
         x = x.transpose(1, 2)
         return (x if transposed else x.contiguous()).requires_grad_()
 
+    function = _function_of(module)
     # cos and sin that are not symmetric in their halves and differ per row: nothing may be taken for granted
     angles = torch.randn(batch, length, rotary_size, device=device) * 3
-    return (states(4), states(1), angles.cos().to(dtype), angles.sin().to(dtype)), kwargs
+    heads = (states(4),) if "x" in inspect.signature(function).parameters else (states(4), states(1))
+    return (*heads, angles.cos().to(dtype), angles.sin().to(dtype)), kwargs
+
+
+def _function_of(module: nn.Module) -> Callable[..., Any]:
+    function = called_global(current_function(module, forward_slot(module)), _NAME)
+    assert function is not None  # the rule has matched
+    return function  # type: ignore[no-any-return]
+
+
+def _table_size(module: nn.Module) -> int:
+    return head_size(module) // 2 if build(module) is rotary_half_table else head_size(module)
 
 
 def sample(module: nn.Module) -> Case:
     """Four query heads and one key head, rotated in full."""
-    return _case(module, rotary_size=head_size(module), transposed=True)
+    return _case(module, rotary_size=_table_size(module), transposed=True)
 
 
 def more_samples(module: nn.Module) -> Iterable[Case]:
     """One row of angles for all sequences; heads behind positions; a partial rotation where the original takes one."""
-    size = head_size(module)
+    size = _table_size(module)
     yield _case(module, rotary_size=size, batch=1)
     yield _case(module, rotary_size=size, unsqueeze_dim=2)
-    function = called_global(current_function(module, forward_slot(module)), _NAME)
-    if size % 4 == 0 and function is not None:
+    if size % 4 == 0:
         args, kwargs = _case(module, rotary_size=size // 2)
         try:
             with torch.no_grad():
-                function(*args, **kwargs)
+                _function_of(module)(*args, **kwargs)
         except RuntimeError:
             return
         yield args, kwargs
