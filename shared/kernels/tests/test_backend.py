@@ -48,10 +48,7 @@ def test_a_forced_backend_holds_inside_the_block_only(device: torch.device) -> N
 
 def test_a_cpu_without_the_interpreter_runs_the_reference() -> None:
     code = "import torch; from foak.kernels.backend import *; print(backend_for(torch.ones(2)), explain('cpu'))"
-    assert run(f"{code}; import sys; print('triton' in sys.modules)").splitlines() == [
-        "reference cpu: plain PyTorch, because the Triton kernels need a CUDA or ROCm device",
-        "False",
-    ]
+    assert run(code) == "reference cpu: plain PyTorch, because the Triton kernels need a CUDA or ROCm device"
     assert run(code, TRITON_INTERPRET="1").startswith("triton cpu: Triton kernels in Triton's slow interpreter")
 
 
@@ -65,11 +62,11 @@ def test_a_missing_triton_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_importing_does_nothing() -> None:
     code = """
 import os, sys, torch
-before, threads = dict(os.environ), torch.get_num_threads()
+before, threads, modules = dict(os.environ), torch.get_num_threads(), set(sys.modules)
 import foak.kernels
 assert dict(os.environ) == before and torch.get_num_threads() == threads
 assert not torch.cuda.is_initialized()
-assert "triton" not in sys.modules and "transformers" not in sys.modules
+assert not {"triton", "transformers"} & (set(sys.modules) - modules)
 print(sorted(foak.kernels.__all__) == sorted(n for n in foak.kernels.__all__ if hasattr(foak.kernels, n)))
 """
     assert run(code) == "True"
