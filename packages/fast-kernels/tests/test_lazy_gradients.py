@@ -89,16 +89,18 @@ def test_the_gradient_with_respect_to_logits_is_right_or_refused() -> None:
 def test_the_models_own_loss_no_longer_reaches_its_logits_and_says_so(what: str) -> None:
     """That loss was taken without logits before anybody could ask for their gradient: an error, never a wrong one."""
     output = pair().fast(**BATCH)
-    logits = output.logits
-    with pytest.raises(UnsupportedError, match="logits"):
+
+    def ask() -> None:
         if what == "register_hook":
-            logits.register_hook(lambda gradient: gradient * 3)
-            output.loss.backward()
+            output.logits.register_hook(lambda gradient: gradient * 3)
         elif what == "retain_grad":
-            logits.retain_grad()
-            output.loss.backward()
+            output.logits.retain_grad()
         else:
-            torch.autograd.grad(output.loss, logits, allow_unused="allow" in what)
+            torch.autograd.grad(output.loss, output.logits, allow_unused="allow" in what)
+        output.loss.backward()
+
+    with pytest.raises(UnsupportedError, match="logits"):
+        ask()
 
 
 # -- hooks on the head -----------------------------------------------------------------------------------------------
@@ -414,7 +416,7 @@ def test_functional_call() -> None:
 def test_func_grad() -> None:
     def run(model: Any) -> Any:
         values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        call = lambda v: torch.func.functional_call(model, v, (), BATCH).loss  # noqa: E731
+        call = lambda v: torch.func.functional_call(model, v, (), BATCH).loss
         return list(torch.func.grad(call)(values).values())
 
     assert_runs_alike(run)

@@ -23,6 +23,7 @@ V = VOCAB_SIZE
 BATCH = Architecture.batch()
 LABELS = BATCH["labels"]
 ROWS = LABELS.numel()
+TEACHER = torch.linspace(-1, 1, V).softmax(-1)
 
 Use = Callable[[torch.Tensor], Any]
 
