@@ -175,10 +175,11 @@ def host_microseconds(call: Callable[[], object], calls: int) -> float:
     return statistics.median(samples[1:]) * 1e6
 
 
-def host_cost(case: Case, function: Function, bench: Bench) -> tuple[float, float]:
+def host_cost(case: Case, name: str, bench: Bench) -> tuple[float, float]:
     """Microseconds on the host of an eager forward, and of forward and backward, on tensors of next to no work."""
-    small = next(other for other in cases(TINY, 2) if other.name == case.name).inputs(bench.make, 8)
-    inputs = as_activations(small)
+    small = next(other for other in cases(TINY, 2) if other.name == case.name)
+    function: Function = getattr(small, name)
+    inputs = as_activations(small.inputs(bench.make, 8))
     upstream = [torch.ones_like(output) for output in outputs_of(function(*inputs))]
     wanted = trained(inputs)
     calls = 2 if bench.clock.stream is None else 100
@@ -196,7 +197,7 @@ def measure(case: Case, name: str, function: Function, error: float, bench: Benc
     more = (case.inputs(bench.make, bench.sizes.tokens) for _ in range(count - 1))
     sets = [as_activations(leaves) for leaves in (first, *more)]
     ones = [[torch.ones_like(output) for output in outputs_of(function(*leaves))] for leaves in sets]
-    host_forward, host_both = host_cost(case, function, bench)
+    host_forward, host_both = host_cost(case, name, bench)
 
     def microseconds(call: Callable[[], object]) -> float:
         return bench.clock.seconds(call, case.capturable) / count * 1e6
