@@ -110,7 +110,7 @@ def test_logits_are_the_plain_ones(architecture: Architecture) -> None:
 
 @EVERY
 def test_five_optimizer_steps(architecture: Architecture) -> None:
-    """AdamW divides by a gradient's size, so that the rounding of small ones counts in full: 100 times the tolerance."""
+    """AdamW divides by a gradient's size, so the rounding of small ones counts in full: 100 times the tolerance."""
     both = pair(architecture)
     losses, updates = [], []
     for model in both.both:
