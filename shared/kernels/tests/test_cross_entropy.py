@@ -85,7 +85,9 @@ def test_statistics_and_their_gradients(backend, device, options):
         loss, stats = cross_entropy(x, labels, return_stats=differentiable, **options)
         return loss, stats.log_probs, stats.entropy
 
-    check_against_fp64(function, twin(labels, wanted=differentiable, **options), [logits], reduction_length=101)
+    check_against_fp64(
+        function, twin(labels, wanted=differentiable, **options), [logits], reduction_length=101, roundings=2
+    )
 
     _, stats = cross_entropy(logits, labels, return_stats=True, **options)
     _, expected = cross_entropy_reference(logits.double(), labels, LossOptions(**options), None, TokenStats._fields)
@@ -144,10 +146,11 @@ def test_memory_layouts(backend, device, poisoned_memory, request):
         upstream = torch.tensor(0.5, device=device).expand(these.shape)
         loss = cross_entropy(leaf, these, reduction="none")
         expected = cross_entropy(plain, these, reduction="none")
-        assert torch.equal(loss, expected)
+        # Not bit for bit: a compiled kernel loads an aligned row in wider pieces, and sums its columns in another order.
+        assert_close_to_fp64(loss, expected.double(), reduction_length=101, roundings=2)
         (gradient,) = torch.autograd.grad(loss, leaf, upstream)
         (expected_gradient,) = torch.autograd.grad(expected, plain, upstream.contiguous())
-        assert torch.equal(gradient, expected_gradient)
+        assert_close_to_fp64(gradient, expected_gradient.double(), reduction_length=101, roundings=2)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

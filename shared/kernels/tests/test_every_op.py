@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from foak.kernels import geglu, layer_norm, rms_norm, rope, swiglu
-from foak.kernels.testing import evaluate, random_upstream
+from foak.kernels.testing import assert_close_to_fp64, evaluate, random_upstream
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,11 @@ def test_the_kernel_compiles_without_a_graph_break(op: Op, dynamic: bool, device
     compiled = torch.compile(op.function, fullgraph=True, dynamic=dynamic)
     actual = evaluate(compiled, leaves, random_upstream())
     expected = evaluate(op.function, leaves, random_upstream())
-    assert_equal(actual.outputs, expected.outputs)
-    assert_equal(actual.gradients, expected.gradients)
+    # Not bit for bit: where the twin is traced instead, Inductor contracts its products and sums in another way.
+    for got, wanted in zip(actual.outputs + actual.gradients, expected.outputs + expected.gradients, strict=True):
+        assert (got is None) == (wanted is None)
+        if got is not None and wanted is not None:
+            assert_close_to_fp64(got, wanted.double(), reduction_length=wanted.shape[-1], roundings=2)
 
 
 def compiled_kernels() -> int:

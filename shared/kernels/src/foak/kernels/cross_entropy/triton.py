@@ -173,12 +173,15 @@ def _forward_kernel(
         z = tl.where(mask, z, float("-inf"))
         if TOP1 >= 0:
             ahead += tl.where((z > target) | ((z == target) & (columns < label)), 1, 0)
-        risen = tl.maximum(peaks, z)
-        decay = tl.exp(peaks - risen)
-        gap = z - risen
-        gap = tl.where(gap < -1000.0, -1000.0, gap)  # exp is 0 there, and 0 * gap is to be 0; a NaN stays a NaN
-        term = tl.where(columns == label, 0.0, tl.exp(gap))
+        # Of exp(peaks - risen) and exp(z - risen) one is exp(0): a single exponential serves both.
+        rises = z > peaks
+        risen = tl.where(rises, z, peaks)
+        below = tl.exp(-tl.abs(peaks - z))
+        decay = tl.where(rises, below, 1.0)
+        term = tl.where(columns == label, 0.0, tl.where(rises, 1.0, below))
         if ENTROPY >= 0:
+            gap = z - risen
+            gap = tl.where(gap < -1000.0, -1000.0, gap)  # exp is 0 there, and 0 * gap is to be 0; a NaN stays a NaN
             moments = decay * (moments + others * (peaks - risen)) + term * gap
         if LOG_SUM_SQ >= 0:
             squares = decay * decay * squares + term * term

@@ -8,6 +8,9 @@ from foak.kernels.rope.reference import rope_reference
 
 __all__ = ["rope"]
 
+_DYNAMO_TRACES_TWO_OUTPUTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""With dynamic shapes, the Dynamo of torch 2.11 fails on an autograd function of two outputs; 2.13 traces it."""
+
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Rotates each pair (i, i + Dr/2) of the first Dr elements of every head by the angle of its position.
@@ -36,7 +39,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     """
     _check(q, k, cos, sin, unsqueeze_dim)
     learned = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
-    if learned or backend_for(q, k, cos, sin) == "reference":
+    # What is traced becomes one fused kernel of Inductor's in either case.
+    untraceable = torch.compiler.is_compiling() and not _DYNAMO_TRACES_TWO_OUTPUTS
+    if learned or untraceable or backend_for(q, k, cos, sin) == "reference":
         return rope_reference(q, k, cos, sin, unsqueeze_dim)
     from foak.kernels.rope.triton import Rope
 
