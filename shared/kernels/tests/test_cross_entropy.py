@@ -146,7 +146,7 @@ def test_memory_layouts(backend, device, poisoned_memory, request):
         upstream = torch.tensor(0.5, device=device).expand(these.shape)
         loss = cross_entropy(leaf, these, reduction="none")
         expected = cross_entropy(plain, these, reduction="none")
-        # Not bit for bit: a compiled kernel loads an aligned row in wider pieces, and sums its columns in another order.
+        # Not bit for bit: a compiled kernel loads an aligned row in wider pieces, and sums in another order.
         assert_close_to_fp64(loss, expected.double(), reduction_length=101, roundings=2)
         (gradient,) = torch.autograd.grad(loss, leaf, upstream)
         (expected_gradient,) = torch.autograd.grad(expected, plain, upstream.contiguous())
