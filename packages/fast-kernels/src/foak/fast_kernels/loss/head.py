@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from foak.fast_kernels.loss.lazy_logits import HeadRequest, HeadState, LazyLogits
+from foak.fast_kernels.loss.lazy_logits import LazyLogits
+from foak.fast_kernels.loss.request import HeadRequest, HeadState
 
 LAZY_WITHOUT_LABELS = "_foak_lazy_without_labels"
 """Instance attribute of a model whose loss is computed from the logits outside of its forward (label smoothing)."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from foak.fast_kernels.loss.lazy_logits import LazyLogits, LossCall
+from foak.fast_kernels.loss.lazy_logits import LazyLogits
+from foak.fast_kernels.loss.request import LossCall
 
 
 @dataclass

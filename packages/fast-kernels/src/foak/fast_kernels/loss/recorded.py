@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn import functional as F
 
-from foak.fast_kernels.loss.lazy_logits import LazyLogits, LossCall
+from foak.fast_kernels.loss.request import LossCall
+
+if TYPE_CHECKING:
+    from foak.fast_kernels.loss.lazy_logits import LazyLogits
+
+Op = tuple[str, Any]
+"""One recorded element-wise step: ``("scale", factor)``, ``("tanh", None)`` or ``("cast", dtype)``."""
 
 T = torch.Tensor
 
