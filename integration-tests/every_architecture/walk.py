@@ -170,7 +170,12 @@ def forward_and_backward(model: PreTrainedModel, batch: dict[str, Any]) -> tuple
     return output, loss.detach()
 
 
-def _step_of(model: PreTrainedModel, output: Any, loss: torch.Tensor) -> Step:
+def step_of(model: PreTrainedModel, batch: dict[str, Any]) -> Step:
+    """One training step; the logits are read after the backward."""
+    return _as_step(model, *forward_and_backward(model, batch))
+
+
+def _as_step(model: PreTrainedModel, output: Any, loss: torch.Tensor) -> Step:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return Step(loss, output.logits.detach().clone() + 0, gradients)
 
@@ -254,7 +259,7 @@ def walk(model_type: str) -> Outcome:
         batch = batch_for(tiny, model.config)
 
         before = attributes_of(plain_model)
-        plain = _step_of(plain_model, *forward_and_backward(plain_model, batch))
+        plain = step_of(plain_model, batch)
         changed_by_the_step = changed_attributes(before, attributes_of(plain_model))
 
         before = attributes_of(model)
@@ -264,7 +269,7 @@ def walk(model_type: str) -> Outcome:
         random_state_kept = torch.equal(random_state, torch.get_rng_state())
         with counting_lazy_logits() as loss_count:
             output, loss = forward_and_backward(model, batch)
-        accelerated = _step_of(model, output, loss)
+        accelerated = _as_step(model, output, loss)
         framework.restore()
         traces = changed_attributes(before, attributes_of(model)) - changed_by_the_step
     return Outcome(
