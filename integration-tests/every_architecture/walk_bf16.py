@@ -1,4 +1,4 @@
-"""The same step in bfloat16: with bfloat16 weights, or with float32 weights under autocast (as in ``Trainer(bf16=True)``).
+"""The same step with bfloat16 weights, or with float32 weights under autocast (as in ``Trainer(bf16=True)``).
 
 Rounding is coarse here and moves the choices of routers and indexers, so what is compared is dtypes, which gradients
 exist, and the distance of all gradients together to the plain float32 step; the kernels' own tests measure the rest.
