@@ -298,7 +298,7 @@ def test_one_structure_is_verified_once() -> None:
         return rows(module)
 
     patched(Model(), Rule("fast", "forward", is_layer, sample, lambda module: fast_forward))
-    assert len(seen) == 1
+    assert len({id(module) for module in seen}) == 1  # one stand-in, tried in training and in evaluation
 
 
 def test_frozen_and_meta_modules_are_verified_on_stand_ins() -> None:

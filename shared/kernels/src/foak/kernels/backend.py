@@ -26,11 +26,14 @@ def backend_for(tensor: torch.Tensor, *others: torch.Tensor | None) -> Backend:
 
     "triton" for tensors on a GPU when `triton` can be imported, and for CPU tensors when the environment has
     `TRITON_INTERPRET=1` (Triton's interpreter, for tests); "reference" elsewhere, and always when one of the tensors is
-    float64 (the kernels compute in fp32) or a tensor subclass (a DTensor has no single block of memory to point at).
+    float64 (the kernels compute in fp32) or a tensor subclass (a DTensor has no single block of memory to point at),
+    and inside a transform of `torch.func`.
     """
     if _forced is not None:
         return _forced
     if tensor.dtype is torch.float64 or type(tensor) not in _PLAIN_TYPES:
+        return "reference"
+    if not torch.compiler.is_compiling() and in_function_transform():
         return "reference"
     for other in others:
         if other is not None and (other.dtype is torch.float64 or type(other) not in _PLAIN_TYPES):
@@ -42,6 +45,11 @@ def backend_for(tensor: torch.Tensor, *others: torch.Tensor | None) -> Backend:
         if not torch.compiler.is_compiling():
             _by_device_type[device_type] = backend
     return backend
+
+
+def in_function_transform() -> bool:
+    """Whether `torch.func` (grad, vmap, ...) is at work: it sees through plain PyTorch only."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def triton_available() -> bool:

@@ -57,14 +57,23 @@ def current_function(module: nn.Module, slot: str = "forward") -> Callable[..., 
     return _Adapter(bound)
 
 
+def original_function(module: nn.Module) -> Callable[..., Any]:
+    """The forward as a plain function, below what foak has bound on top: what rules recognise a module by."""
+    slot = forward_slot(module)
+    binding = _binding_on_top(module.__dict__.get(slot))
+    if binding is None:
+        return current_function(module, slot)
+    while True:
+        below = _binding_on_top(binding.previous)
+        if below is None:
+            return binding.previous_function
+        binding = below
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that a rule may replace: the class's own; None where somebody has put another on the instance."""
-    slot = forward_slot(module)
-    bound = module.__dict__.get(slot)
-    function = current_function(module, slot)
-    if bound is None or function is type(module).forward:
-        return function
-    return None
+    function = original_function(module)
+    return function if function is type(module).forward else None
 
 
 def binding_of(module: nn.Module) -> Binding | None:

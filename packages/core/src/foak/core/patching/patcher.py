@@ -183,7 +183,9 @@ class ModelPatcher:
     def _try(self, rule: Rule, module: nn.Module) -> Verdict:
         if rule.function_name is not None:
             called, replacement = _called(rule, module), rule.build(module)
-            trials: Iterator[Verdict] = (compare(called, replacement, args, kwargs) for args, kwargs in rule.cases(module))
+            trials: Iterator[Verdict] = (
+                compare(called, replacement, args, kwargs) for args, kwargs in rule.cases(module)
+            )
         else:
             trials = self._try_forward(rule, module)
         verdict = Verdict(False, "the rule has no trial call")
@@ -198,7 +200,11 @@ class ModelPatcher:
         twin = stand_in(module)
         wide = copy.deepcopy(twin).double()
         replacement = rule.build(twin)
-        for args, kwargs in rule.cases(twin):
+        cases = [(module.training, case) for case in rule.cases(twin)]
+        # The model may change its mode later: a dropout that is silent now must be noticed.
+        for training, (args, kwargs) in [*cases, (not module.training, rule.sample(twin))]:
+            twin.train(training)
+            wide.train(training)
             yield compare(
                 functools.partial(forward, twin),
                 functools.partial(replacement, twin),

@@ -1,4 +1,4 @@
-"""The causal language model loss over real logits, by foak's cross entropy."""
+"""The causal language model loss by foak's kernels: over real logits, or without any."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from foak.fast_kernels.loss.lazy_logits import LazyLogits
+from foak.fast_kernels.loss.request import LossCall
 from foak.kernels import cross_entropy
 
 
@@ -44,7 +46,10 @@ def causal_lm_loss(
         assert labels is not None  # transformers gives one of the two
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    loss: torch.Tensor = cross_entropy(
-        logits.reshape(-1, vocab_size), targets, ignore_index=ignore_index, num_items_in_batch=num_items_in_batch
-    )
-    return loss
+    rows = logits.reshape(-1, vocab_size)
+    if isinstance(rows, LazyLogits):
+        loss = rows.cross_entropy(LossCall(targets, ignore_index, "mean", num_items_in_batch))
+        if loss is not None:
+            return loss
+        rows = rows.compute()
+    return cross_entropy(rows, targets, ignore_index=ignore_index, num_items_in_batch=num_items_in_batch)

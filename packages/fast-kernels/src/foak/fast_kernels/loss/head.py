@@ -13,20 +13,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from foak.fast_kernels.loss.lazy_logits import LazyLogits
-from foak.fast_kernels.loss.request import HeadRequest, HeadState
+from foak.fast_kernels.loss.request import HeadRequest, HeadState, is_own_hook
 
 LAZY_WITHOUT_LABELS = "_foak_lazy_without_labels"
 """Instance attribute of a model whose loss is computed from the logits outside of its forward (label smoothing)."""
 
-_postponing: ContextVar[bool] = ContextVar("foak_postponing", default=False)
-"""Whether the forward that is running will have its logits consumed by a loss. Set only for the extent of one call."""
+_postponing: ContextVar[bool | None] = ContextVar("foak_postponing", default=None)
+"""While a forward runs whose logits a loss will consume: whether gradients were recorded when it began; else None."""
 
 
 def model_forward(inner: Callable[..., Any], model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Wrapper of a language model's forward: while it runs with labels, its head postpones its product."""
     if torch.compiler.is_compiling() or not _wants_loss(model, args, kwargs):
         return inner(model, *args, **kwargs)
-    token = _postponing.set(True)
+    token = _postponing.set(torch.is_grad_enabled())
     try:
         return inner(model, *args, **kwargs)
     finally:
@@ -46,12 +46,40 @@ def head_forward(head: nn.Linear, hidden: torch.Tensor, *, foak_request: HeadReq
     """
     if foak_request is not None:
         return foak_request.run(head, hidden)
-    if torch.compiler.is_compiling() or not _postponing.get():
-        return F.linear(hidden, head.weight, head.bias)
-    dtype = _product_dtype(head, hidden)
-    if dtype is None or hidden.dim() < 2 or hidden.is_inference():
+    dtype = _product_dtype(head, hidden) if _may_postpone(head, hidden) else None
+    if dtype is None:
         return F.linear(hidden, head.weight, head.bias)
     return LazyLogits(head, hidden, HeadState.of(head, hidden), dtype)
+
+
+def _may_postpone(head: nn.Linear, hidden: torch.Tensor) -> bool:
+    """Whether the product can be computed later, by a second call of the head, and still be the same."""
+    if torch.compiler.is_compiling() or hidden.dim() < 2 or hidden.is_inference():
+        return False
+    # Under reentrant checkpointing the head runs without gradients first, and its output must lead to none of its own.
+    if _postponing.get() is not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not _is_offloaded(head) and not _has_foreign_hooks(head)
+
+
+def _is_offloaded(head: nn.Linear) -> bool:
+    """Whether accelerate brings the weight to the device for each call: a later call would see another parameter."""
+    hook = head.__dict__.get("_hf_hook")
+    return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
+
+
+def _has_foreign_hooks(head: nn.Linear) -> bool:
+    """Whether somebody listens to the head's calls, and would be told of the loss as if it were a second product."""
+    everywhere = nn.modules.module
+    if (
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    ):
+        return True
+    own = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return any(not is_own_hook(hook) for hooks in own for hook in hooks.values())
 
 
 def _product_dtype(head: nn.Linear, hidden: torch.Tensor) -> torch.dtype | None:

@@ -16,6 +16,7 @@ and PEFT run.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,6 +55,8 @@ class LazyLogits(torch.Tensor):
     _children: weakref.WeakSet[LazyLogits]
     _hooks: list[Callable[..., Any]]
     _real: torch.Tensor | None
+    _consumed: bool
+    _watched: bool
 
     @staticmethod
     def __new__(
@@ -68,7 +71,8 @@ class LazyLogits(torch.Tensor):
         row_major: bool = True,
     ) -> LazyLogits:
         """Stand for the logits; nothing is computed or allocated."""
-        weight = head_parameters(head)[0]
+        weight = head._parameters["weight"]
+        assert weight is not None  # the rule takes no other head
         needs_grad = state.gradients and (hidden.requires_grad or any(p.requires_grad for p in head_parameters(head)))
         lazy: LazyLogits = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -80,6 +84,7 @@ class LazyLogits(torch.Tensor):
         lazy.head, lazy.hidden, lazy.state, lazy.ops = head, hidden, state, ops
         lazy._parent, lazy._replay, lazy._real, lazy.row_major = parent, replay, None, row_major
         lazy._children, lazy._hooks = weakref.WeakSet(), []
+        lazy._consumed = lazy._watched = False
         if parent is not None:
             parent._children.add(lazy)
         if needs_grad:
@@ -94,6 +99,21 @@ class LazyLogits(torch.Tensor):
         """Whether the real logits exist already."""
         return self._real is not None
 
+    @property
+    def root(self) -> LazyLogits:
+        """The product that these logits were derived from."""
+        root = self
+        while root._parent is not None:
+            root = root._parent
+        return root
+
+    def watch(self) -> None:
+        """Note that somebody wants to see the gradient that flows into these logits.
+
+        A loss that was taken from them without computing them sends none there; its backward raises from now on.
+        """
+        self.root._watched = True
+
     def compute(self) -> torch.Tensor:
         """The real logits, as the plain model would have given them; computed once.
 
@@ -101,10 +121,7 @@ class LazyLogits(torch.Tensor):
             UnsupportedError: the head's weights have changed since the forward.
         """
         if self._real is None:
-            root = self
-            while root._parent is not None:
-                root = root._parent
-            waiting = [root]
+            waiting = [self.root]
             while waiting:
                 member = waiting.pop()
                 member._compute_from_parent()
@@ -173,6 +190,10 @@ class LazyLogits(torch.Tensor):
         call = replace(call, logit_scale=form[0], softcap=form[1])
         with torch.set_grad_enabled(self.state.gradients and torch.is_grad_enabled()):
             loss: torch.Tensor = self.head(self.hidden, foak_request=HeadRequest(self.state, call))
+        root = self.root
+        root._consumed = True
+        if loss.requires_grad:
+            loss.register_hook(functools.partial(_refuse_if_watched, weakref.ref(root)))  # type: ignore[no-untyped-call]
         return loss
 
     @classmethod
@@ -190,6 +211,8 @@ class LazyLogits(torch.Tensor):
             result = NotImplemented if record is None else record(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs))
 
     @classmethod
@@ -207,6 +230,32 @@ def _computed(value: Any) -> Any:
 
 def _detached(value: Any) -> Any:
     return value.compute().detach() if isinstance(value, LazyLogits) else value
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, allow_unused: bool | None = None, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``, which finds no way from a loss without logits to the logits."""
+    wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    real_outputs, real_inputs, args, kwargs = tree_map(_computed, (outputs, wanted, args, kwargs))
+    differentiate: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
+    found = differentiate(real_outputs, real_inputs, *args, allow_unused=True, **kwargs)
+    for tensor, gradient in zip(wanted, found, strict=True):
+        if gradient is None and isinstance(tensor, LazyLogits) and tensor.root._consumed:
+            raise UnsupportedError(_UNSEEN)
+    if allow_unused or not any(gradient is None for gradient in found):
+        return found
+    return differentiate(real_outputs, real_inputs, *args, allow_unused=allow_unused, **kwargs)
+
+
+_UNSEEN = (
+    "a gradient with respect to the logits was asked for, but the loss was computed without them: set fast_loss to "
+    "true or false"
+)
+
+
+def _refuse_if_watched(root: weakref.ref[LazyLogits], gradient: torch.Tensor) -> None:
+    lazy = root()
+    if lazy is not None and lazy._watched:
+        raise UnsupportedError(_UNSEEN)
 
 
 def _refuse_gradient(gradient: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn import functional as F
 
-from foak.fast_kernels.loss.request import LossCall
+from foak.fast_kernels.loss.request import LossCall, is_own_hook
 
 if TYPE_CHECKING:
     from foak.fast_kernels.loss.lazy_logits import LazyLogits
@@ -197,14 +197,27 @@ def _cross_entropy(
         return NotImplemented
     call = LossCall(target, ignore_index, reduction, None, label_smoothing)
     loss = lazy.cross_entropy(call)
-    return NotImplemented if loss is None else loss.to(lazy.dtype)
+    if loss is None:
+        return NotImplemented
+    # Autocast runs a cross entropy in float32, whatever its input.
+    kind = lazy.device.type
+    widened = kind != "meta" and torch.is_autocast_enabled(kind) and lazy.dtype != torch.float64
+    return loss.to(torch.float32 if widened else lazy.dtype)
 
 
 def _register_hook(lazy: LazyLogits, hook: Callable[..., Any]) -> Any:
+    if not is_own_hook(hook):
+        lazy.watch()
+        return NotImplemented
     # FSDP2 registers one on every output; it counts only if the logits are computed after all
     lazy._hooks.append(hook)
     with torch._C.DisableTorchFunctionSubclass():
         return T.register_hook(lazy, hook)  # type: ignore[no-untyped-call]
+
+
+def _retain_grad(lazy: LazyLogits) -> Any:
+    lazy.watch()
+    return NotImplemented
 
 
 RECORDED: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -243,4 +256,5 @@ RECORDED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.tanh: _tanh,
     F.cross_entropy: _cross_entropy,
     T.register_hook: _register_hook,
+    T.retain_grad: _retain_grad,
 }

@@ -13,10 +13,37 @@ from torch.nn import functional as F
 from foak.core import UnsupportedError
 from foak.kernels import linear_cross_entropy
 
+_OWN_HOOKS = ("torch.distributed.", "foak.")
+"""Packages whose hooks on a head may run once more for the loss: FSDP's gather and free its weight."""
+
 
 def head_parameters(head: nn.Module) -> list[nn.Parameter]:
     """The head's own parameters: its weight, and its bias if it has one."""
     return [p for p in head._parameters.values() if p is not None]
+
+
+_FEW = 64
+
+
+def _few_values(parameter: nn.Parameter) -> torch.Tensor | None:
+    """A few values of a parameter that trains, spread over its rows; None for a frozen one."""
+    if not parameter.requires_grad or parameter.is_meta:
+        return None
+    values = parameter.detach()
+    step = max(1, values.shape[0] // _FEW)
+    return (values[::step, :1] if values.dim() == 2 else values[::step]).clone()
+
+
+def _is_unchanged(
+    parameter: nn.Parameter, was: tuple[nn.Parameter, int, torch.Tensor | None], compare_values: bool
+) -> bool:
+    known, version, values = was
+    if parameter is not known or parameter._version != version:
+        return False
+    if values is None or not compare_values:
+        return True
+    now = _few_values(parameter)
+    return now is not None and torch.equal(now, values)
 
 
 @dataclass(frozen=True)
@@ -24,13 +51,14 @@ class HeadState:
     """The state of a head when its product was asked for: what must be the same when it is computed.
 
     Attributes:
-        parameters: the head's parameters and their versions.
+        parameters: the head's parameters, their versions, and of those that train a few values: some optimizers write
+            through ``.data``, which leaves no version behind.
         hidden: the head's input and its version.
         autocast: the dtype of the autocast that was on, or None.
         gradients: whether gradients were recorded.
     """
 
-    parameters: tuple[tuple[nn.Parameter, int], ...]
+    parameters: tuple[tuple[nn.Parameter, int, torch.Tensor | None], ...]
     hidden: tuple[torch.Tensor, int]
     autocast: torch.dtype | None
     gradients: bool
@@ -40,11 +68,16 @@ class HeadState:
         """Read a head's state as it is now."""
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        parameters = tuple((p, p._version) for p in head_parameters(head))
+        parameters = tuple((p, p._version, _few_values(p)) for p in head_parameters(head))
         return cls(parameters, (hidden, hidden._version), autocast, torch.is_grad_enabled())
 
-    def check(self, head: nn.Module) -> None:
-        """Refuse to compute from tensors that are no longer those of the forward; raises `UnsupportedError`."""
+    def check(self, head: nn.Module, *, values: bool) -> None:
+        """Refuse to compute from tensors that are no longer those of the forward; raises `UnsupportedError`.
+
+        Args:
+            head: the head as it is now.
+            values: whether to compare the few remembered values too, which waits for the device.
+        """
         hidden, version = self.hidden
         if hidden._version != version:
             raise UnsupportedError(
@@ -52,8 +85,8 @@ class HeadState:
                 "been changed in place: read outputs.logits first, or set fast_loss to true or false"
             )
         now = head_parameters(head)
-        if len(now) != len(self.parameters) or any(
-            p is not old or p._version != version for p, (old, version) in zip(now, self.parameters, strict=False)
+        if len(now) != len(self.parameters) or not all(
+            _is_unchanged(parameter, was, values) for parameter, was in zip(now, self.parameters, strict=True)
         ):
             raise UnsupportedError(
                 "the logits of an earlier forward were read after the output head's weights had changed or been "
@@ -102,7 +135,7 @@ class HeadRequest:
         Returns:
             The product ``[..., V]``, or the loss.
         """
-        self.state.check(head)
+        self.state.check(head, values=self.loss is None)
         weight, bias = head.weight, head.bias
         assert isinstance(weight, torch.Tensor)
         assert bias is None or isinstance(bias, torch.Tensor)
@@ -123,3 +156,9 @@ class HeadRequest:
                 softcap=call.softcap,
             )
             return loss
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook is that of a package that expects foak's second call (see `_OWN_HOOKS`)."""
+    function = getattr(hook, "func", hook)  # functools.partial
+    return str(getattr(function, "__module__", "")).startswith(_OWN_HOOKS)

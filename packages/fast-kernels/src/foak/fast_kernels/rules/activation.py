@@ -38,6 +38,7 @@ class Formula:
         down: name of the layer that follows.
         gate_first: whether a packed output begins with the gate.
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
+        skipped: names of the children that the fused forward does not call: the activation's module.
     """
 
     gate: str
@@ -45,6 +46,7 @@ class Formula:
     down: str
     gate_first: bool
     activation: str
+    skipped: tuple[str, ...]
 
     @property
     def kernel(self) -> str:
@@ -74,6 +76,8 @@ def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def match(module: nn.Module) -> str | None:
     """Why a module looks like a gated MLP, or None."""
+    if type(module).forward is nn.Module.forward or isinstance(module, nn.Sequential):
+        return None  # a container
     packed = [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
     if len(packed) >= 2 and any("down" in n or "w2" in n or "output" in n for n in packed):
         raise NotApplicable(f"packed experts ({', '.join(packed)}): they are one batched product, not an MLP each")
@@ -126,7 +130,8 @@ def sample(module: nn.Module) -> Case:
 def more_samples(module: nn.Module) -> Iterable[Case]:
     """Large values, where a clamp would show."""
     (x,), _ = sample(module)
-    yield ((x.detach() * 40).requires_grad_(),), {}
+    for factor in (40, 1000) if x.dtype != torch.float16 else (40,):
+        yield ((x.detach() * factor).requires_grad_(),), {}
 
 
 class ActivationRule:
@@ -180,9 +185,19 @@ class ActivationRule:
         )
 
 
+def _has_hooks(module: nn.Module | None) -> bool:
+    """Whether somebody listens to a module: then it must be called."""
+    return module is not None and bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 @functools.cache
 def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
     def mlp_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        if any(_has_hooks(self._modules[name]) for name in formula.skipped):
+            result: torch.Tensor = type(self).forward(self, *args, **kwargs)
+            return result
         return formula(self, args[0] if args else next(iter(kwargs.values())))
 
     return mlp_forward
@@ -209,9 +224,10 @@ def _find_formula(module: nn.Module, forward: Callable[..., Any]) -> Formula | N
         return None
     if not isinstance(expected, torch.Tensor):
         return None
+    skipped = tuple(n for n, child in module._modules.items() if child is not None and not is_linear_like(child))
     for gate, up, down, gate_first in _candidates(_layers(module)):
         for activation in ("silu", "gelu", "gelu_tanh"):
-            formula = Formula(gate, up, down, gate_first, activation)
+            formula = Formula(gate, up, down, gate_first, activation, skipped)
             try:
                 with torch.no_grad():
                     actual = formula(wide, x)

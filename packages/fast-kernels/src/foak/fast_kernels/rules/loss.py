@@ -54,6 +54,9 @@ class LossWithoutLogits:
             return None
         if type(module).forward is not nn.Linear.forward:
             raise NotApplicable(f"the output head is a {type(module).__name__}, not a plain linear layer")
+        weight = module._parameters.get("weight")
+        if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
+            raise NotApplicable("the output head's weight is not a plain parameter")
         return "the output head"
 
     def match_model(self, module: nn.Module) -> str | None:
@@ -106,27 +109,28 @@ def _verify_linear_cross_entropy(head: nn.Module) -> Verdict:
     return compare(original, replacement, arguments)
 
 
-def _real_logits_rules(model: nn.Module, key: str | None) -> list[Rule]:
+def _loss_function_rule(model: nn.Module, key: str | None, *, without_logits: bool) -> Rule:
     model_id = id(language_model(model))
 
     def match(module: nn.Module) -> str | None:
         if id(module) != model_id:
             return None
-        if not is_causal_lm_loss(getattr(module, "loss_function", None)):
-            raise NotApplicable("it does not use transformers' causal language model loss")
-        return "the loss function"
+        if is_causal_lm_loss(getattr(module, "loss_function", None)):
+            return "transformers' causal language model loss"
+        if without_logits:  # the lazy logits serve whatever loss the model computes itself
+            return None
+        raise NotApplicable("it does not use transformers' causal language model loss")
 
-    return [
-        Rule(
-            name="cross_entropy",
-            target="attribute:_loss_function",
-            match=match,
-            sample=_no_sample,
-            build=lambda module: causal_lm_loss,
-            key=key,
-            verify=_verify_cross_entropy,
-        )
-    ]
+    return Rule(
+        name="loss_function",
+        target="attribute:_loss_function",
+        match=match,
+        sample=_no_sample,
+        build=lambda module: causal_lm_loss,
+        kernel="linear_cross_entropy" if without_logits else "cross_entropy",
+        key=key,
+        verify=_verify_cross_entropy,
+    )
 
 
 def _verify_cross_entropy(model: nn.Module) -> Verdict:
@@ -149,5 +153,9 @@ def rules(model: nn.Module, mode: bool | str, key: str | None) -> list[Rule]:
         key: the configuration key, for messages.
     """
     if mode is True:
-        return _real_logits_rules(model, key)
-    return [*LossWithoutLogits(model, key).rules(), *trl.rules(key)]
+        return [_loss_function_rule(model, key, without_logits=False)]
+    return [
+        *LossWithoutLogits(model, key).rules(),
+        _loss_function_rule(model, None, without_logits=True),
+        *trl.rules(key),
+    ]

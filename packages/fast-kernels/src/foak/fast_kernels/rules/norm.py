@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,13 +35,14 @@ class Formula:
     Attributes:
         subtracts_mean: LayerNorm, otherwise RMSNorm.
         offset: what is added to the weight: 0 or 1.
-        keeps_dtype: the output has the input's dtype, whatever the weight's; otherwise it is PyTorch's promotion.
+        dtype: where input and weight differ, the output has the dtype of the ``input``, of the ``weight``, or PyTorch's
+            ``promotion`` of both.
         eps: name of the attribute that holds epsilon.
     """
 
     subtracts_mean: bool
     offset: float
-    keeps_dtype: bool
+    dtype: Literal["input", "weight", "promotion"]
     eps: str
 
     @property
@@ -59,7 +60,9 @@ class Formula:
             y = layer_norm(x, weight + 1 if self.offset and weight is not None else weight, bias, eps)
         else:
             y = rms_norm(x, weight, eps, self.offset)
-        return y.to(x.dtype) if self.keeps_dtype and y.dtype != x.dtype else y
+        if self.dtype == "promotion" or weight is None or weight.dtype == x.dtype:
+            return y
+        return y.to(x.dtype if self.dtype == "input" else weight.dtype)
 
 
 def _epsilon_name(module: nn.Module) -> str | None:
@@ -109,12 +112,26 @@ def sample(module: nn.Module) -> Case:
 
 
 def more_samples(module: nn.Module) -> Iterable[Case]:
-    """Rows of large values, tiny ones (where epsilon counts), and of a narrower dtype than the weight's."""
+    """Rows of large values, tiny ones (where epsilon counts), and of another dtype than the weight's."""
     (x,), _ = sample(module)
     yield ((x.detach() * 50 + 3).requires_grad_(),), {}
     yield ((x.detach() * 1e-3).requires_grad_(),), {}
-    if _dtype(module) == torch.float32:
-        yield (x.detach().bfloat16().requires_grad_(),), {}
+    if not takes_one_dtype(module):
+        other = torch.bfloat16 if _dtype(module) == torch.float32 else torch.float32
+        yield (x.detach().to(other).requires_grad_(),), {}
+
+
+def takes_one_dtype(module: nn.Module) -> bool:
+    """Whether the original refuses an input whose dtype is not the weight's, as `torch.nn.LayerNorm` does."""
+    return isinstance(module, nn.LayerNorm) or not any(True for _ in module.parameters())
+
+
+def _attributes(module: nn.Module) -> Iterable[Hashable]:
+    """What a norm's forward may depend on besides its input: which parameters it has, and its simple attributes."""
+    yield from ((name, parameter is None) for name, parameter in module._parameters.items())
+    for name, value in sorted(vars(module).items()):
+        if value is None or isinstance(value, (bool, int, float, str, tuple)):
+            yield name, repr(value)
 
 
 class NormRule:
@@ -129,7 +146,7 @@ class NormRule:
         forward = own_forward(module)
         if eps is None or forward is None:
             raise NotApplicable("somebody else has replaced this instance's forward")
-        key = (type(module), forward, eps, tuple((n, p is None) for n, p in module._parameters.items()))
+        key: Hashable = (id(type(module)), forward, eps, _hidden_size(module), *_attributes(module))
         if key not in self._formulas:
             with isolated(torch.device("cpu")):
                 self._formulas[key] = _find_formula(module, forward, eps)
@@ -186,22 +203,35 @@ def _find_formula(module: nn.Module, forward: Callable[..., Any], eps: str) -> F
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
         return None
     for subtracts_mean, offset in ((False, 0.0), (False, 1.0), (True, 0.0), (True, 1.0)):
-        formula = Formula(subtracts_mean, offset, False, eps)
+        formula = Formula(subtracts_mean, offset, "promotion", eps)
         with torch.no_grad():
             actual = formula(wide, x)
         if (actual - expected).norm() <= _MATCH * expected.norm():
-            return Formula(subtracts_mean, offset, _keeps_dtype(module, forward), eps)
+            dtype = _dtype_of_output(module, forward)
+            return None if dtype is None else Formula(subtracts_mean, offset, dtype, eps)
     return None
 
 
-def _keeps_dtype(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    narrow = stand_in(module).to("cpu").float()
-    x = torch.randn(3, _hidden_size(module)).bfloat16()
-    try:
-        with torch.no_grad():
-            return bool(forward(narrow, x).dtype == torch.bfloat16)
-    except RuntimeError:  # such as F.layer_norm, which takes one dtype only; then nothing depends on the answer
-        return False
+def _dtype_of_output(module: nn.Module, forward: Callable[..., Any]) -> Literal["input", "weight", "promotion"] | None:
+    """What the output's dtype follows, found by trying a narrow input and a narrow weight; None for another way."""
+
+    def tried(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:
+        norm = stand_in(module).to("cpu", weight_dtype)
+        try:
+            with torch.no_grad():
+                found: torch.dtype = forward(norm, torch.randn(3, _hidden_size(module)).to(x_dtype)).dtype
+        except RuntimeError:  # such as F.layer_norm, which takes one dtype only; then nothing depends on the answer
+            return None
+        return found
+
+    narrow_input, narrow_weight = tried(torch.bfloat16, torch.float32), tried(torch.float32, torch.bfloat16)
+    if narrow_input in (None, torch.float32) and narrow_weight in (None, torch.float32):
+        return "promotion"
+    if narrow_input == torch.bfloat16 and narrow_weight in (None, torch.float32):
+        return "input"
+    if narrow_weight == torch.bfloat16 and narrow_input in (None, torch.float32):
+        return "weight"
+    return None
 
 
 def rules(key: str | None) -> list[Rule]:

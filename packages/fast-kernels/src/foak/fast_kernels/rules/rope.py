@@ -5,6 +5,7 @@ Only the function is replaced, in a copy of that instance's forward, so the atte
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from foak.core.patching import NotApplicable, Rule
-from foak.core.patching.binding import current_function, forward_slot
+from foak.core.patching.binding import original_function
 from foak.core.patching.rebinding import called_global, global_names, inner_functions
 from foak.core.patching.rule import Case
 from foak.core.patching.twin import compute_dtype, is_linear_like, trial_device
@@ -39,6 +40,14 @@ def rotary_with_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same under the older signature, whose ``position_ids`` have no effect."""
     return rope(q, k, cos, sin, unsqueeze_dim)
+
+
+def rotary_keeping_dtype(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same where the results have the dtypes of ``q`` and ``k``, whatever that of the angles."""
+    rotated_q, rotated_k = rope(q, k, cos, sin, unsqueeze_dim)
+    return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
 
 
 def rotary_half_table(
@@ -72,7 +81,7 @@ _SIGNATURES: dict[tuple[tuple[str, Any], ...], Callable[..., Any]] = {
 
 def match(module: nn.Module) -> str | None:
     """Why a module is a rotary attention, or None."""
-    forward = current_function(module, forward_slot(module))
+    forward = original_function(module)
     if called_global(forward, _NAME) is not None:
         return f"its forward calls {_NAME}"
     if not inspect.isfunction(forward) or not any(is_linear_like(child) for child in module.children()):
@@ -99,23 +108,40 @@ def build(module: nn.Module) -> Callable[..., Any]:
             return_annotation=inspect.Signature.empty,
         )
         raise NotApplicable(f"its {_NAME} has another signature: {bare}")
-    chosen = _SIGNATURES[parameters]
-    return rotary_half_table if chosen is rotary and _takes_half_tables(module, function) else chosen
+    return _variant(function, _SIGNATURES[parameters], head_size(module))
 
 
-def _takes_half_tables(module: nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether the function refuses angles of a whole head's size and takes those of half of it."""
-    size = head_size(module)
-    q = torch.zeros(1, 1, 1, size)
+@functools.cache
+def _variant(function: Callable[..., Any], chosen: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """The form of the kernel that does what a function does, found by calling it; raises `NotApplicable`."""
 
-    def takes(table: torch.Tensor) -> bool:
+    def call(candidate: Callable[..., Any], table_size: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 1, 3, size, generator=generator, dtype=torch.float64).to(dtype)
+        table = torch.randn(2, 1, 3, table_size, generator=generator, dtype=torch.float64).float()
+        cos, sin = table if dtype == torch.bfloat16 else table.double()
+        heads = (x,) if chosen is rotary_one else (x, x)
         try:
             with torch.no_grad():
-                return bool(function(q, q, table, table)[0].shape == q.shape)
-        except RuntimeError:
-            return False
+                result = candidate(*heads, cos, sin)
+        except RuntimeError:  # tables of this size do not fit
+            return None
+        return [result] if isinstance(result, torch.Tensor) else list(result)
 
-    return size % 2 == 0 and not takes(torch.zeros(1, 1, size)) and takes(torch.zeros(1, 1, size // 2))
+    exact, narrow = torch.float64, torch.bfloat16
+    variants = [(chosen, size)]
+    if chosen is rotary:
+        variants = [(rotary, size), (rotary_keeping_dtype, size), (rotary_half_table, size // 2)]
+    for candidate, table_size in variants:
+        expected, rotated = call(function, table_size, exact), call(candidate, table_size, exact)
+        if expected is None or rotated is None:
+            continue
+        if any((a - b).norm() > 1e-9 * a.norm() for a, b in zip(expected, rotated, strict=True)):
+            continue
+        dtypes = [[t.dtype for t in call(f, table_size, narrow) or ()] for f in (function, candidate)]
+        if dtypes[0] == dtypes[1]:
+            return candidate
+    raise NotApplicable(f"its {_NAME} does not rotate halves of a head against each other; its layout is another")
 
 
 def head_size(module: nn.Module) -> int:
@@ -130,10 +156,20 @@ def head_size(module: nn.Module) -> int:
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 64
 
 
-def _case(module: nn.Module, *, rotary_size: int, batch: int = 2, transposed: bool = False, **kwargs: Any) -> Case:
+def _case(
+    module: nn.Module,
+    *,
+    rotary_size: int,
+    batch: int = 2,
+    transposed: bool = False,
+    wide_tables: bool = False,
+    **kwargs: Any,
+) -> Case:
     device = trial_device(module)
     linear = next((child for child in module.children() if is_linear_like(child)), None)
     dtype = compute_dtype(linear) if linear is not None else torch.float32
+    if wide_tables and dtype == torch.float32:
+        dtype = torch.bfloat16  # what autocast gives to the attention of a float32 model
     heads_last = kwargs.get("unsqueeze_dim") == 2
     size, length = head_size(module), 5
 
@@ -148,11 +184,12 @@ def _case(module: nn.Module, *, rotary_size: int, batch: int = 2, transposed: bo
     # cos and sin that are not symmetric in their halves and differ per row: nothing may be taken for granted
     angles = torch.randn(batch, length, rotary_size, device=device) * 3
     heads = (states(4),) if "x" in inspect.signature(function).parameters else (states(4), states(1))
-    return (*heads, angles.cos().to(dtype), angles.sin().to(dtype)), kwargs
+    table_dtype = torch.float32 if wide_tables else dtype
+    return (*heads, angles.cos().to(table_dtype), angles.sin().to(table_dtype)), kwargs
 
 
 def _function_of(module: nn.Module) -> Callable[..., Any]:
-    function = called_global(current_function(module, forward_slot(module)), _NAME)
+    function = called_global(original_function(module), _NAME)
     assert function is not None  # the rule has matched
     return function  # type: ignore[no-any-return]
 
@@ -167,10 +204,11 @@ def sample(module: nn.Module) -> Case:
 
 
 def more_samples(module: nn.Module) -> Iterable[Case]:
-    """One row of angles for all sequences; heads behind positions; a partial rotation where the original takes one."""
+    """One row of angles for all sequences, heads behind positions, float32 angles, a partial rotation if taken."""
     size = _table_size(module)
     yield _case(module, rotary_size=size, batch=1)
     yield _case(module, rotary_size=size, unsqueeze_dim=2)
+    yield _case(module, rotary_size=size, wide_tables=True)
     if size % 4 == 0:
         args, kwargs = _case(module, rotary_size=size // 2)
         try:

@@ -5,7 +5,7 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from foak.kernels.backend import backend_for
+from foak.kernels.backend import backend_for, in_function_transform
 from foak.kernels.cross_entropy.autograd import CrossEntropy
 from foak.kernels.cross_entropy.labels import KeptLabels, assert_labels_async, check_labels, keep_labelled
 from foak.kernels.cross_entropy.options import LossKeywords, LossOptions, Reduction, check_num_items, reduce_loss
@@ -71,7 +71,8 @@ def cross_entropy(
             label fails a device-side assertion and is not used to read memory.
         TypeError: for labels that are not int32 or int64, or logits that are not floating-point.
 
-    While `torch.compile` traces it, the plain twin is traced, so that the whole graph can be fused.
+    While `torch.compile` traces it, the plain twin is traced, so that the whole graph can be fused; `torch.func` sees
+    the plain twin too.
     """
     options = LossOptions(ignore_index, reduction, label_smoothing, logit_scale, softcap, z_loss)
     check_num_items(options, num_items_in_batch)
@@ -86,7 +87,7 @@ def cross_entropy(
     vocab_size = logits.shape[-1]
     check_labels(labels, vocab_size, options)
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or in_function_transform():
         assert_labels_async(labels, vocab_size, options)
         loss, stats = cross_entropy_reference(logits, labels, options, num_items_in_batch, wanted)
         return (loss, stats) if return_stats else loss

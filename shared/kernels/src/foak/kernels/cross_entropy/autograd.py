@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foak.kernels._rows import row_view
+from foak.kernels.autograd import once_differentiable
 from foak.kernels.backend import Backend
 from foak.kernels.cross_entropy.labels import KeptLabels
 from foak.kernels.cross_entropy.options import LossOptions, wide_dtype

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foak.kernels._rows import column_blocks, row_view
+from foak.kernels.autograd import once_differentiable
 from foak.kernels.launch import empty_rows, on_device_of
 
 

@@ -5,12 +5,13 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from foak.kernels.backend import backend_for
+from foak.kernels.backend import backend_for, in_function_transform
 from foak.kernels.cross_entropy.labels import check_labels, keep_labelled
 from foak.kernels.cross_entropy.options import LossKeywords, LossOptions, Reduction, check_num_items, reduce_loss
 from foak.kernels.cross_entropy.stats import TokenStats, requested_stats
 from foak.kernels.linear_cross_entropy.autograd import LinearCrossEntropy
 from foak.kernels.linear_cross_entropy.projection import product_dtype
+from foak.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 
 __all__ = ["TokenStats", "linear_cross_entropy"]
 
@@ -93,6 +94,8 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():
         # Which tokens are kept is known only at run time, so this runs outside of the graph.
         evaluate = torch.compiler.disable(evaluate)  # type: ignore[no-untyped-call]
+    elif in_function_transform():
+        evaluate = linear_cross_entropy_reference
     options = LossOptions(ignore_index, reduction, label_smoothing, logit_scale, softcap, z_loss)
     wanted = requested_stats(return_stats)
     loss, stats = evaluate(hidden, weight, labels, bias, options, num_items_in_batch, wanted)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from foak.kernels.autograd import once_differentiable
 from foak.kernels.backend import Backend
 from foak.kernels.cross_entropy.autograd import Outputs, kept_upstream, mark_fixed_outputs, spread_stats
 from foak.kernels.cross_entropy.labels import KeptLabels

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, programs, row_view
 from foak.kernels._rows.triton import sum_partials
+from foak.kernels.autograd import once_differentiable
 from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
 
 

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from foak.kernels.autograd import once_differentiable
 from foak.kernels.launch import next_power_of_two, on_device_of
 
 TILE = 2048
