@@ -258,7 +258,9 @@ def _refuse_if_watched(root: weakref.ref[LazyLogits], gradient: torch.Tensor) ->
         raise UnsupportedError(_UNSEEN)
 
 
-def _refuse_gradient(gradient: torch.Tensor) -> None:
+def _refuse_gradient(gradient: torch.Tensor | None) -> None:
+    if gradient is None:  # DDP's sink passes on that none has arrived
+        return
     raise UnsupportedError(
         "a function outside PyTorch's tensor interface has read the logits and sent a gradient back to them, where it "
         "cannot be passed on: set fast_loss to true or false, or call that function on outputs.logits.clone()"

@@ -21,7 +21,7 @@ T = torch.Tensor
 
 _PROPERTIES = """
     shape dtype device layout ndim requires_grad itemsize nbytes is_cuda is_cpu is_meta is_mps is_xpu is_sparse
-    is_sparse_csr is_quantized is_nested
+    is_sparse_csr is_quantized is_nested _base
 """
 
 METADATA: frozenset[Callable[..., Any]] = frozenset(
