@@ -6,6 +6,7 @@ and in the order of their dependencies, and then makes sure that no sibling came
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ nox.options.error_on_missing_interpreters = True
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "ci.txt"
 QUICKSTART = ROOT / "examples" / "quickstart"
-TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 LINT_TOOLS = ("ruff",)
 TYPE_TOOLS = ("mypy", "types-PyYAML")
 IMPORT_TOOLS = ("import-linter",)
@@ -107,8 +108,13 @@ def has_tests(folder: Path) -> bool:
     return any(folder.rglob("test_*.py"))
 
 
-def run_pytest(session: nox.Session, folder: Path, *options: str) -> None:
-    session.run("pytest", str(folder.relative_to(ROOT)), *options, env={"HF_HUB_OFFLINE": "1"})
+def run_pytest(session: nox.Session, folder: Path, *options: str, spread: bool = True) -> None:
+    """Runs the tests below a folder; spread: in one process for each CPU (at most four), one thread of torch in each."""
+    environment = {"HF_HUB_OFFLINE": "1"}
+    if spread:
+        environment["OMP_NUM_THREADS"] = "1"
+        options = (f"--numprocesses={min(4, os.cpu_count() or 1)}", "--dist=worksteal", *options)
+    session.run("pytest", str(folder.relative_to(ROOT)), *options, env=environment)
 
 
 @nox.session
@@ -154,10 +160,10 @@ def gpu(session: nox.Session) -> None:
     session.run("python", "-c", "import torch; assert torch.cuda.is_available(), 'There is no CUDA GPU here.'")
     session.run("python", "-c", CHECK_LOCAL, str(ROOT), *PACKAGES)
     # Every kernel test runs compiled where a GPU is; elsewhere in the tree only what is marked needs one.
-    run_pytest(session, PACKAGES["foak-kernels"].folder, *session.posargs)
+    run_pytest(session, PACKAGES["foak-kernels"].folder, *session.posargs, spread=False)
     for folder in [*(p.folder for n, p in PACKAGES.items() if n != "foak-kernels"), ROOT / "integration-tests"]:
         if any("mark.gpu" in file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py")):
-            run_pytest(session, folder, "-m", "gpu", *session.posargs)
+            run_pytest(session, folder, "-m", "gpu", *session.posargs, spread=False)
 
 
 @nox.session

@@ -174,8 +174,9 @@ def _describe(hint: Any) -> str:
     """What a type hint allows, in words."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        words = list(dict.fromkeys(_describe(argument) for argument in arguments))
-        return " or ".join(words)
+        words = dict.fromkeys(_describe(argument) for argument in arguments)
+        # typing may give the members of an equal union in another order: simple ones first, null last.
+        return " or ".join(sorted(words, key=lambda word: (word == "null", word.startswith("a list of"))))
     if origin is Literal:
         return " or ".join(str(allowed) for allowed in arguments)
     if origin in (list, tuple) or hint is list:
