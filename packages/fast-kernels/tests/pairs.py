@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +106,16 @@ def step(model: nn.Module, batch: Mapping[str, Any], **more: Any) -> torch.Tenso
     loss: torch.Tensor = model(**batch, **more).loss
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
+
+
+def assert_runs_alike(run: Callable[[Any], Sequence[Any]], architecture: str = "Llama") -> None:
+    """The run gives the same tensors, and leaves the same gradients, on a plain and an accelerated model."""
+    models = pair(architecture)
+    expected, actual = (run(model) for model in models.both)
+    for reference, value in zip(expected, actual, strict=True):
+        assert distance(torch.as_tensor(value), torch.as_tensor(reference)) <= FP32_TOLERANCE
+    if any(parameter.grad is not None for parameter in models.plain.parameters()):
+        assert_same_gradients(*models.both)
 
 
 @contextmanager

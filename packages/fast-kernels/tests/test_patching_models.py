@@ -340,8 +340,7 @@ def _fresh_dynamo() -> Any:
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
-@pytest.mark.parametrize("architecture", ["Llama", "Gemma 2", "Qwen3"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("architecture", "backend"), [("Llama", "eager"), ("Gemma 2", "aot_eager")])
 def test_compiling_the_whole_model(architecture: str, backend: str) -> None:
     models = pair(architecture)
     compiled = torch.compile(models.fast, backend=backend, fullgraph=True)
@@ -354,7 +353,7 @@ def test_compiling_the_whole_model(architecture: str, backend: str) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
-@pytest.mark.parametrize("architecture", ["Llama", "Mixtral", "GPTBigCode"])
+@pytest.mark.parametrize("architecture", ["Qwen3", "Mixtral"])
 def test_no_graph_break_more_than_without_foak(architecture: str) -> None:
     breaks = []
     for model in pair(architecture).both:
@@ -364,12 +363,11 @@ def test_no_graph_break_more_than_without_foak(architecture: str) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiling_each_layer_keeps_the_loss_without_logits(backend: str) -> None:
+def test_compiling_each_layer_keeps_the_loss_without_logits() -> None:
     models = pair("Llama")
     for model in models.both:
         for layer in model.model.layers:
-            layer.compile(backend=backend, fullgraph=True)
+            layer.compile(backend="aot_eager", fullgraph=True)
     with counting_computed() as computed:
         assert_alike(models)
     assert not computed

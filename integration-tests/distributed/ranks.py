@@ -1,0 +1,304 @@
+"""What each of two processes runs: a model under DDP or FSDP2, stepped, and the same in one process on the whole batch.
+
+python ranks.py FOLDER PORT      # two processes go through every run and write FOLDER/NAME.RANK.pt
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from foak.core import AccelerationFramework, UnsupportedError
+from foak.fast_kernels.loss.lazy_logits import LazyLogits
+
+WORLD_SIZE = 2
+VOCAB_SIZE = 103  # does not divide by two
+STEPS = 3
+
+
+def configuration(**switches: Any) -> dict[str, Any]:
+    values = {
+        "fast_loss": "fused_linear",
+        "fast_rms_layernorm": True,
+        "fast_rope_embeddings": True,
+        "fast_activation": True,
+        **switches,
+    }
+    return {"plugins": {"training": {"fused_ops_and_kernels": values}}}
+
+
+def build(*, tied: bool = False, prefix: str = "Llama", **fields: Any) -> Any:
+    """A tiny model with random weights, those of the norms included."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tied,
+        **fields,
+    )
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return model.train()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    """Four rows; those of the second process have far fewer labels."""
+    generator = torch.Generator().manual_seed(step)
+    input_ids = torch.randint(3, VOCAB_SIZE, (4, 13), generator=generator)
+    labels = input_ids.clone()
+    labels[:2, :2] = -100
+    labels[2:, :9] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def part_of(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    return {key: value[2 * rank : 2 * rank + 2] for key, value in whole.items()}
+
+
+def number_of_labels(whole: dict[str, torch.Tensor]) -> int:
+    return int((whole["labels"][:, 1:] != -100).sum())
+
+
+# -- how a model is prepared -----------------------------------------------------------------------------------------
+
+
+def ddp(model: Any, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options)
+
+
+def ddp_unused(model: Any) -> nn.Module:
+    """With a parameter that no forward uses."""
+    model.model.layers[0].register_parameter("unused", nn.Parameter(torch.zeros(3)))
+    return ddp(model, find_unused_parameters=True)
+
+
+def fsdp(
+    model: Any,
+    *,
+    head_alone: bool = False,
+    root: bool = True,
+    root_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Every decoder layer, then the root: accelerate's grouping."""
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    if head_alone:
+        fully_shard([model.model.norm, model.lm_head], **options)
+    if root:
+        fully_shard(model, **{**options, **(root_options or {})})
+    return model
+
+
+def fsdp_head_only(model: Any) -> nn.Module:
+    """The head in a group of its own, resharded after its forward."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model.lm_head, reshard_after_forward=True)
+    return fully_shard(model)
+
+
+def checkpointed(model: Any) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return fsdp(model)
+
+
+def lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", modules_to_save=["lm_head"])
+    return get_peft_model(model, config)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_OUTPUTS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train over two processes.
+
+    Attributes:
+        prepare: from an accelerated model to what is trained.
+        model: fields of the model.
+        adapt: puts adapters on, before foak.
+        sharded: whether parameters must be DTensors afterwards.
+        mixed: whether it computes in bf16.
+        late: whether the logits can still be read when the forward is over.
+        switches: of foak.
+    """
+
+    prepare: Callable[[Any], nn.Module]
+    model: dict[str, Any] = field(default_factory=dict)
+    adapt: Callable[[Any], Any] = field(default=lambda model: model)
+    sharded: bool = True
+    mixed: bool = False
+    late: bool = True
+    switches: dict[str, Any] = field(default_factory=dict)
+
+
+RUNS: dict[str, Run] = {
+    "ddp": Run(ddp, sharded=False),
+    "ddp, unused parameters": Run(ddp_unused, sharded=False),
+    "ddp, static graph": Run(lambda m: ddp(m, static_graph=True), sharded=False),
+    "ddp, buckets as gradients": Run(lambda m: ddp(m, gradient_as_bucket_view=True), sharded=False),
+    "ddp, tied": Run(ddp, {"tied": True}, sharded=False),
+    "ddp, LoRA": Run(ddp, adapt=lora, sharded=False),
+    "ddp, real logits": Run(ddp, sharded=False, switches={"fast_loss": True}),
+    "fsdp": Run(fsdp),
+    "fsdp, tied": Run(fsdp, {"tied": True}),
+    "fsdp, norm and head as a group": Run(lambda m: fsdp(m, head_alone=True)),
+    "fsdp, the head alone": Run(fsdp_head_only),
+    "fsdp, resharded root": Run(lambda m: fsdp(m, reshard_after_forward=True), late=False),
+    "fsdp, never resharded": Run(lambda m: fsdp(m, reshard_after_forward=False)),
+    "fsdp, bf16": Run(lambda m: fsdp(m, mp_policy=BF16), mixed=True),
+    "fsdp, bf16, fp32 outputs": Run(
+        lambda m: fsdp(m, mp_policy=BF16, root_options={"mp_policy": BF16_OUTPUTS}), mixed=True
+    ),
+    "fsdp, bf16, the head in a group": Run(lambda m: fsdp(m, head_alone=True, mp_policy=BF16), mixed=True),
+    "fsdp, checkpointing": Run(checkpointed),
+    "fsdp, LoRA with a saved head": Run(lambda m: fsdp_lora(m), adapt=lora),
+    "fsdp, Qwen3": Run(fsdp, {"prefix": "Qwen3"}),
+    "fsdp, Gemma 2": Run(fsdp, {"prefix": "Gemma2", "head_dim": 16}),
+    "fsdp, real logits": Run(fsdp, switches={"fast_loss": True}),
+}
+
+
+def fsdp_lora(model: Any) -> nn.Module:
+    fsdp(model.get_base_model(), root=False)
+    return fully_shard(model)
+
+
+# -- one process of a run --------------------------------------------------------------------------------------------
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+
+
+def plain_name(name: str) -> str:
+    return name.removeprefix("module.")
+
+
+def train(trained: nn.Module, rank: int | None) -> dict[str, Any]:
+    """Three steps of SGD; ``rank`` None trains on the whole batch."""
+    optimizer = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.1)
+    losses, gradients = [], []
+    for step in range(STEPS):
+        whole = batch(step)
+        mine = whole if rank is None else part_of(whole, rank)
+        # DDP and FSDP average over the processes, as Trainer makes up for: a sum over all labels of all processes
+        items = torch.tensor(number_of_labels(whole))
+        scale = 1 if rank is None else WORLD_SIZE
+        loss = trained(**mine, num_items_in_batch=items).loss * scale
+        loss.backward()
+        total = loss.detach().clone() / scale
+        if rank is not None:
+            dist.all_reduce(total)
+        losses.append(float(total))
+        gradients.append({plain_name(n): full(p.grad) for n, p in trained.named_parameters() if p.requires_grad})
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {plain_name(n): full(p) for n, p in trained.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def evaluate(trained: nn.Module, rank: int | None) -> torch.Tensor:
+    """The logits of a batch after the training, read from an output with a loss: reading them is still possible."""
+    mine = batch(9) if rank is None else part_of(batch(9), rank)
+    trained.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = trained(**mine).logits
+        values = (logits + 0).float()
+    trained.train()
+    return values
+
+
+def measure(run: Run, rank: int) -> dict[str, Any]:
+    """The run accelerated, the same without foak, and without foak in one process on the whole batch."""
+    result: dict[str, Any] = {}
+    computed = [0]
+    compute = LazyLogits.compute
+
+    def counted(self: LazyLogits) -> torch.Tensor:
+        computed[0] += 1
+        return compute(self)
+
+    fast = run.adapt(build(**run.model))
+    alone = copy.deepcopy(fast)
+    distributed = copy.deepcopy(fast)
+    AccelerationFramework(configuration(**run.switches)).apply(fast)
+    fast = run.prepare(fast)
+    result["sharded"] = all(isinstance(p, DTensor) for p in fast.parameters())
+    with mock.patch.object(LazyLogits, "compute", counted):
+        result["fast"] = train(fast, rank)
+    result["computed"] = computed[0]
+    try:
+        result["fast logits"] = evaluate(fast, rank)
+    except UnsupportedError as error:
+        result["unread"] = str(error)
+    try:
+        AccelerationFramework(configuration(**run.switches)).apply(fast)
+    except UnsupportedError as error:
+        result["refusal"] = str(error)
+    prepared = run.prepare(distributed)
+    result["plain"] = train(prepared, rank)
+    result["plain logits"] = evaluate(prepared, rank)
+    result["alone"] = train(alone, None)
+    return result
+
+
+def process(rank: int, folder: str, port: int) -> None:
+    """One process: every run, each result in a file of its own, an error as its text."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(WORLD_SIZE),
+    )
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+    for name, run in RUNS.items():
+        try:
+            result = measure(run, rank)
+        except Exception:  # noqa: BLE001 - the next run must be measured too; the test shows the text
+            result = {"error": traceback.format_exc()}
+        torch.save(result, Path(folder) / f"{name}.{rank}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(process, args=(sys.argv[1], int(sys.argv[2])), nprocs=WORLD_SIZE, join=True)
