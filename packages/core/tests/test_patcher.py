@@ -439,3 +439,12 @@ def thin(module: nn.Module) -> Callable[..., Any]:
 
 def _thin(inner: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return inner(module, *args, **kwargs)
+
+
+def test_partitioned_parameters_are_left_alone() -> None:
+    model = Model()
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    _, report = patched(model, forward_rule())
+    assert not report.patched
+    assert all("partitioned" in record.reason for record in report.kept)

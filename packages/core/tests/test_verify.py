@@ -171,3 +171,31 @@ def test_verdicts_say_how_near() -> None:
     verdict = compare(norm, norm, (rows(),))
     assert isinstance(verdict, Verdict)
     assert "of float64" in verdict.reason
+
+
+def test_nothing_compared_is_no_pass() -> None:
+    assert not compare(norm, norm, (torch.empty(0, 33, requires_grad=True),)).passed
+    assert not compare(lambda x: x.argmax(-1), lambda x: x.argmin(-1), (rows(),)).passed
+
+
+def test_an_original_that_is_another_function_in_float64_is_not_judged_by_it() -> None:
+    def eps_of_dtype(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.finfo(x.dtype).bits
+
+    verdict = compare(eps_of_dtype, lambda x: x * 0, (rows(),))
+    assert not verdict.passed
+    assert "its own float64 run" in verdict.reason
+
+
+def test_a_random_original_stays() -> None:
+    verdict = compare(torch.nn.functional.dropout, lambda x: x, (rows(),))
+    assert not verdict.passed
+    assert "each time" in verdict.reason
+
+
+def test_isolation_seeds_no_gpu_generator_but_the_trials_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("every GPU was seeded"))
+    with isolated(torch.device("cpu")):
+        first = torch.randn(3)
+    with isolated(torch.device("cpu")):
+        assert torch.equal(first, torch.randn(3))

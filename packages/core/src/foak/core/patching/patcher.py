@@ -153,6 +153,8 @@ class ModelPatcher:
             return f"the forward is patched already, by {', '.join(earlier.rules)}; {rule.name} was not added to it"
         if is_tensor_parallel(module):
             return "its parameters are sharded (DTensor); apply foak before sharding"
+        if any(parameter.numel() == 0 for parameter in module.parameters()):
+            return "its parameters are partitioned (DeepSpeed ZeRO-3), so nothing can be tried on it"
         function_name = rule.function_name
         if function_name is not None:
             if function_name in plan.functions_by:

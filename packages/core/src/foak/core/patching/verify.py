@@ -2,7 +2,8 @@
 
 The replacement passes when, for every output and every gradient, its distance to the float64 result is at most
 `SLACK` times the original's own distance, or within `ULPS` units of rounding of the tensor's dtype where the original
-happens to be nearer than its dtype lets one expect. Dtypes, shapes and which gradients exist must be equal.
+happens to be nearer than its dtype lets one expect. Dtypes, shapes and which gradients exist must be equal. An original
+that is implausibly far from its own float64 run cannot be judged by it, and stays.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from foak.core.patching.fp64 import Float64Mode
 
 SLACK = 3.0
 ULPS = 4.0
+FARTHEST = 0.25
+"""Relative distance of an original from its float64 run beyond which that run is of another function."""
 _SEED = 20250117
 
 
@@ -42,13 +45,18 @@ class Trial:
 def isolated(device: torch.device) -> Iterator[None]:
     """Gradients on, autocast off, random generators seeded and put back afterwards."""
     devices = [device] if device.type == "cuda" else []
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
     with (
         torch.random.fork_rng(devices=devices),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type if device.type != "meta" else "cpu", enabled=False),
     ):
-        torch.manual_seed(_SEED)
+        for generator in generators:  # not torch.manual_seed, which seeds every GPU of the process
+            generator.manual_seed(_SEED)
         yield
 
 
@@ -81,8 +89,11 @@ def compare(
         with Float64Mode():
             reference = _run(wide or original, _map(_double, (args, kwargs)), wide_parameters or parameters)
         expected = _run(original, _map(_fresh, (args, kwargs)), parameters)
+        again = _run(original, _map(_fresh, (args, kwargs)), parameters)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
         return Verdict(False, f"the original could not be tried: {_first_line(error)}")
+    if not _same(expected, again):
+        return Verdict(False, "the original gives another result each time, as dropout does")
     try:
         actual = _run(replacement, _map(_fresh, (args, kwargs)), parameters)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
@@ -90,10 +101,19 @@ def compare(
     return _judge(reference, expected, actual)
 
 
+def _same(first: Trial, second: Trial) -> bool:
+    """Whether two runs of one function agree to within rounding."""
+    pairs = zip([*first.outputs, *first.gradients], [*second.outputs, *second.gradients], strict=True)
+    return all(
+        a is None or b is None or not torch.isfinite(a).all() or _relative_l2(b, a) <= ULPS * torch.finfo(a.dtype).eps
+        for a, b in pairs
+    )
+
+
 def _judge(reference: Trial, expected: Trial, actual: Trial) -> Verdict:
     if len(expected.outputs) != len(actual.outputs):
         return Verdict(False, f"gives {len(actual.outputs)} tensors where the original gives {len(expected.outputs)}")
-    worst = 0.0
+    worst, compared = 0.0, False
     pairs = [
         *(("output", *triple) for triple in zip(reference.outputs, expected.outputs, actual.outputs, strict=True)),
         *(
@@ -111,16 +131,21 @@ def _judge(reference: Trial, expected: Trial, actual: Trial) -> Verdict:
                 False,
                 f"{what} is {new.dtype} {tuple(new.shape)} where the original's is {old.dtype} {tuple(old.shape)}",
             )
-        if not torch.isfinite(exact).all():
+        if new.numel() == 0 or not torch.isfinite(exact).all():
             continue
+        compared = compared or what == "output"
         floor = ULPS * torch.finfo(new.dtype).eps
         for distance in (_relative_l2, _relative_max):
             old_error, new_error = distance(old, exact), distance(new, exact)
             worst = max(worst, new_error)
+            if not old_error <= FARTHEST:
+                return Verdict(False, f"the original's {what} differs from its own float64 run by {old_error:.1e}")
             if not new_error <= max(SLACK * old_error, floor):
                 return Verdict(
                     False, f"{what} differs from float64 by {new_error:.1e}, the original's by {old_error:.1e}"
                 )
+    if not compared:
+        return Verdict(False, "no output could be compared")
     return Verdict(True, f"within {worst:.1e} of float64")
 
 

@@ -50,6 +50,7 @@ def causal_lm_loss(
     if isinstance(rows, LazyLogits):
         loss = rows.cross_entropy(LossCall(targets, ignore_index, "mean", num_items_in_batch))
         if loss is not None:
-            return loss
+            return loss.float()
         rows = rows.compute()
-    return cross_entropy(rows, targets, ignore_index=ignore_index, num_items_in_batch=num_items_in_batch)
+    loss = cross_entropy(rows, targets, ignore_index=ignore_index, num_items_in_batch=num_items_in_batch)
+    return loss.float()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from foak.fast_kernels.loss.lazy_logits import LazyLogits
-from foak.fast_kernels.loss.request import HeadRequest, HeadState, is_own_hook
+from foak.fast_kernels.loss.request import HeadState, Sealed, is_own_hook
 
 LAZY_WITHOUT_LABELS = "_foak_lazy_without_labels"
 """Instance attribute of a model whose loss is computed from the logits outside of its forward (label smoothing)."""
@@ -24,7 +24,7 @@ _postponing: ContextVar[bool | None] = ContextVar("foak_postponing", default=Non
 
 def model_forward(inner: Callable[..., Any], model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Wrapper of a language model's forward: while it runs with labels, its head postpones its product."""
-    if torch.compiler.is_compiling() or not _wants_loss(model, args, kwargs):
+    if torch.compiler.is_compiling() or not _wants_loss(model, args, kwargs) or _would_lose_its_head(model):
         return inner(model, *args, **kwargs)
     token = _postponing.set(torch.is_grad_enabled())
     try:
@@ -33,7 +33,7 @@ def model_forward(inner: Callable[..., Any], model: nn.Module, /, *args: Any, **
         _postponing.reset(token)
 
 
-def head_forward(head: nn.Linear, hidden: torch.Tensor, *, foak_request: HeadRequest | None = None) -> torch.Tensor:
+def head_forward(head: nn.Linear, hidden: torch.Tensor, *, foak_request: Sealed | None = None) -> torch.Tensor:
     """Forward of a linear output head.
 
     Args:
@@ -45,7 +45,7 @@ def head_forward(head: nn.Linear, hidden: torch.Tensor, *, foak_request: HeadReq
         The product ``[..., V]``; a `LazyLogits` of it while the model's forward postpones; a requested loss.
     """
     if foak_request is not None:
-        return foak_request.run(head, hidden)
+        return foak_request.request.run(head, hidden)
     dtype = _product_dtype(head, hidden) if _may_postpone(head, hidden) else None
     if dtype is None:
         return F.linear(hidden, head.weight, head.bias)
@@ -91,6 +91,11 @@ def _product_dtype(head: nn.Linear, hidden: torch.Tensor) -> torch.dtype | None:
         both_castable = hidden.dtype != torch.float64 and head.weight.dtype != torch.float64
         return torch.get_autocast_dtype(kind) if both_castable else None
     return hidden.dtype if hidden.dtype == head.weight.dtype else None
+
+
+def _would_lose_its_head(model: nn.Module) -> bool:
+    """Whether FSDP2 reshards the head before an evaluation reads the logits."""
+    return not torch.is_grad_enabled() and hasattr(model, "unshard") and hasattr(model, "reshard")
 
 
 def _wants_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 
 from foak.core import UnsupportedError
 from foak.fast_kernels.loss.recorded import METADATA, RECORDED, Op
-from foak.fast_kernels.loss.request import HeadRequest, HeadState, LossCall, head_parameters
+from foak.fast_kernels.loss.request import HeadRequest, HeadState, LossCall, Sealed, head_parameters
 
 
 class LazyLogits(torch.Tensor):
@@ -137,7 +137,7 @@ class LazyLogits(torch.Tensor):
                 assert self._parent._real is not None
                 self._real = self._replay(self._parent._real)
             else:
-                self._real = self.head(self.hidden, foak_request=HeadRequest(self.state))
+                self._real = self.head(self.hidden, foak_request=Sealed(HeadRequest(self.state)))
         for hook in self._hooks:
             if self._real.requires_grad:
                 self._real.register_hook(hook)
@@ -189,7 +189,7 @@ class LazyLogits(torch.Tensor):
             return None
         call = replace(call, logit_scale=form[0], softcap=form[1])
         with torch.set_grad_enabled(self.state.gradients and torch.is_grad_enabled()):
-            loss: torch.Tensor = self.head(self.hidden, foak_request=HeadRequest(self.state, call))
+            loss: torch.Tensor = self.head(self.hidden, foak_request=Sealed(HeadRequest(self.state, call)))
         root = self.root
         root._consumed = True
         if loss.requires_grad:

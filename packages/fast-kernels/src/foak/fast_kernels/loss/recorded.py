@@ -49,6 +49,13 @@ def _is_leaf(lazy: LazyLogits) -> bool:
     return not lazy.requires_grad
 
 
+def _grad_fn(lazy: LazyLogits) -> Any:
+    """Where a gradient would go on: DDP looks whether there is such a place at all."""
+    if not lazy.requires_grad:
+        return None
+    return NotImplemented if lazy.hidden.grad_fn is None else lazy.hidden.grad_fn
+
+
 def _if_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
     """The stand-in's own answer about its layout, where that is the one of the real logits."""
 
@@ -230,6 +237,7 @@ RECORDED: dict[Callable[..., Any], Callable[..., Any]] = {
     T.clone: _clone,
     torch.clone: _clone,
     T.contiguous: _contiguous,
+    T.grad_fn.__get__: _grad_fn,  # type: ignore[union-attr]
     T.is_leaf.__get__: _is_leaf,  # type: ignore[attr-defined]
     T.is_contiguous: _if_contiguous(T.is_contiguous),
     T.stride: _if_contiguous(T.stride),

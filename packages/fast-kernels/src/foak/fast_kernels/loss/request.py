@@ -158,6 +158,15 @@ class HeadRequest:
             return loss
 
 
+class Sealed:
+    """Carries a request through ``head.__call__``: FSDP looks for tensors in dataclasses, and would replace them."""
+
+    __slots__ = ("request",)
+
+    def __init__(self, request: HeadRequest) -> None:
+        self.request = request
+
+
 def is_own_hook(hook: Any) -> bool:
     """Whether a hook is that of a package that expects foak's second call (see `_OWN_HOOKS`)."""
     function = getattr(hook, "func", hook)  # functools.partial

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from foak.core.patching import NotApplicable, Rule
 from foak.core.patching.binding import own_forward
@@ -38,12 +39,14 @@ class Formula:
         dtype: where input and weight differ, the output has the dtype of the ``input``, of the ``weight``, or PyTorch's
             ``promotion`` of both.
         eps: name of the attribute that holds epsilon.
+        autocast_widens: the original calls a PyTorch norm, which autocast runs in float32 on accelerators.
     """
 
     subtracts_mean: bool
     offset: float
     dtype: Literal["input", "weight", "promotion"]
     eps: str
+    autocast_widens: bool = False
 
     @property
     def kernel(self) -> str:
@@ -56,11 +59,13 @@ class Formula:
         eps = getattr(norm, self.eps)
         if eps is None:  # torch.nn.RMSNorm's default
             eps = torch.finfo(x.dtype).eps
+        if self.autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+            x = x.float()
         if self.subtracts_mean:
             y = layer_norm(x, weight + 1 if self.offset and weight is not None else weight, bias, eps)
         else:
             y = rms_norm(x, weight, eps, self.offset)
-        if self.dtype == "promotion" or weight is None or weight.dtype == x.dtype:
+        if weight is None or self.dtype == "promotion" or weight.dtype == x.dtype:
             return y
         return y.to(x.dtype if self.dtype == "input" else weight.dtype)
 
@@ -123,7 +128,7 @@ def more_samples(module: nn.Module) -> Iterable[Case]:
 
 def takes_one_dtype(module: nn.Module) -> bool:
     """Whether the original refuses an input whose dtype is not the weight's, as `torch.nn.LayerNorm` does."""
-    return isinstance(module, nn.LayerNorm) or not any(True for _ in module.parameters())
+    return isinstance(module, nn.LayerNorm)
 
 
 def _attributes(module: nn.Module) -> Iterable[Hashable]:
@@ -208,8 +213,30 @@ def _find_formula(module: nn.Module, forward: Callable[..., Any], eps: str) -> F
             actual = formula(wide, x)
         if (actual - expected).norm() <= _MATCH * expected.norm():
             dtype = _dtype_of_output(module, forward)
-            return None if dtype is None else Formula(subtracts_mean, offset, dtype, eps)
+            if dtype is None:
+                return None
+            return Formula(subtracts_mean, offset, dtype, eps, _calls_a_norm_of_torch(module, forward))
     return None
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the names of the tensor functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def _calls_a_norm_of_torch(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    with torch.no_grad(), _Calls() as calls:
+        forward(stand_in(module).to("cpu").float(), torch.randn(3, _hidden_size(module)))
+    return bool(calls.names & {"layer_norm", "native_layer_norm", "rms_norm"})
 
 
 def _dtype_of_output(module: nn.Module, forward: Callable[..., Any]) -> Literal["input", "weight", "promotion"] | None:
@@ -224,6 +251,8 @@ def _dtype_of_output(module: nn.Module, forward: Callable[..., Any]) -> Literal[
             return None
         return found
 
+    if not any(True for _ in module.parameters()):
+        return "input" if tried(torch.bfloat16, torch.float32) == torch.bfloat16 else None
     narrow_input, narrow_weight = tried(torch.bfloat16, torch.float32), tried(torch.float32, torch.bfloat16)
     if narrow_input in (None, torch.float32) and narrow_weight in (None, torch.float32):
         return "promotion"
