@@ -109,7 +109,7 @@ def has_tests(folder: Path) -> bool:
 
 
 def run_pytest(session: nox.Session, folder: Path, *options: str, spread: bool = True) -> None:
-    """Runs the tests below a folder; spread: in one process for each CPU (at most four), one thread of torch in each."""
+    """Runs the tests below a folder; spread: in one process for each CPU (at most four), with one thread of torch."""
     environment = {"HF_HUB_OFFLINE": "1"}
     if spread:
         environment["OMP_NUM_THREADS"] = "1"

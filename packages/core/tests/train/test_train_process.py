@@ -92,7 +92,11 @@ def test_a_full_disk_is_one_sentence_and_keeps_earlier_checkpoints(write_run: Ru
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
 
-    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    def saved() -> dict[Path, bytes]:
+        # TRL writes the model card beside the checkpoints anew with each, its tags in the order of a set.
+        return {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file != out / "README.md"}
+
+    before = saved()
     resume = ("--set", "training.resume_from_checkpoint=true", "--set", "training.max_steps=2")
     done = python(*TRAIN, path, *resume, preexec=limit)
     assert done.returncode == 1
@@ -103,7 +107,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_earlier_checkpoints(write_run: Ru
     done = python(*TRAIN, path, *resume, "--set", "training.save_strategy=no", preexec=limit)
     assert done.returncode == 1
     assert f"The trained model could not be written to {out / 'final'}" in done.stderr
-    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+    assert saved() == before
 
 
 def test_two_ranks_speak_once_and_count_all_tokens(write_run: RunWriter, tmp_path: Path) -> None:
