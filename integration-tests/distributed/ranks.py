@@ -24,8 +24,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.trainer_pt_utils import LabelSmoother
 
 from foak.core import AccelerationFramework, UnsupportedError
+from foak.fast_kernels.loss.head import LAZY_WITHOUT_LABELS
+from foak.fast_kernels.loss.label_smoothing import FusedLabelSmoother
 from foak.fast_kernels.loss.lazy_logits import LazyLogits
 
 WORLD_SIZE = 2
@@ -143,6 +146,35 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 BF16_OUTPUTS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
+def own_loss(trained: Any, mine: dict[str, torch.Tensor], items: torch.Tensor) -> torch.Tensor:
+    """The model's."""
+    loss: torch.Tensor = trained(**mine, num_items_in_batch=items).loss
+    return loss
+
+
+def with_a_term(trained: Any, mine: dict[str, torch.Tensor], items: torch.Tensor) -> torch.Tensor:
+    """The model's, and one over its logits, as a user's ``compute_loss`` adds it."""
+    output = trained(**mine, num_items_in_batch=items)
+    term: torch.Tensor = output.logits.float().logsumexp(-1).square().sum() / items
+    return output.loss + 0.01 * term
+
+
+def smoothed(trained: Any, mine: dict[str, torch.Tensor], items: torch.Tensor) -> torch.Tensor:
+    """Trainer's, under ``label_smoothing_factor``."""
+    output = trained(input_ids=mine["input_ids"])
+    smoother: Any = LabelSmoother(epsilon=0.1)
+    if isinstance(output.logits, LazyLogits):
+        smoother = FusedLabelSmoother(smoother)
+    loss: torch.Tensor = smoother(output, mine["labels"], shift_labels=True)
+    return loss
+
+
+def lazy_without_labels(model: Any) -> Any:
+    """What the plugin's `prepare` does where a trainer smooths labels."""
+    model.__dict__[LAZY_WITHOUT_LABELS] = True
+    return model
+
+
 @dataclass(frozen=True)
 class Run:
     """One way to train over two processes.
@@ -154,6 +186,9 @@ class Run:
         sharded: whether parameters must be DTensors afterwards.
         mixed: whether it computes in bf16.
         late: whether the logits can still be read when the forward is over.
+        loss: from the trained model, a batch and its number of labels over all processes.
+        computed: whether the loss reads the logits.
+        alone: whether one process with all rows gives the same (not for means over a process's own labels).
         switches: of foak.
     """
 
@@ -163,6 +198,9 @@ class Run:
     sharded: bool = True
     mixed: bool = False
     late: bool = True
+    loss: Callable[[Any, dict[str, torch.Tensor], torch.Tensor], torch.Tensor] = own_loss
+    computed: bool = False
+    alone: bool = True
     switches: dict[str, Any] = field(default_factory=dict)
 
 
@@ -171,12 +209,18 @@ RUNS: dict[str, Run] = {
     "ddp, unused parameters": Run(ddp_unused, sharded=False),
     "ddp, static graph": Run(lambda m: ddp(m, static_graph=True), sharded=False),
     "ddp, buckets as gradients": Run(lambda m: ddp(m, gradient_as_bucket_view=True), sharded=False),
+    "ddp, a term over the logits": Run(ddp, sharded=False, loss=with_a_term, computed=True),
+    "ddp, unused parameters, a term over the logits": Run(ddp_unused, sharded=False, loss=with_a_term, computed=True),
+    "ddp, unused parameters, label smoothing": Run(
+        lambda m: ddp_unused(lazy_without_labels(m)), sharded=False, loss=smoothed, alone=False
+    ),
     "ddp, tied": Run(ddp, {"tied": True}, sharded=False),
     "ddp, LoRA": Run(ddp, adapt=lora, sharded=False),
     "ddp, real logits": Run(ddp, sharded=False, switches={"fast_loss": True}),
     "fsdp": Run(fsdp),
+    "fsdp, a term over the logits": Run(fsdp, loss=with_a_term, computed=True),
+    "fsdp, label smoothing": Run(lambda m: fsdp(lazy_without_labels(m)), loss=smoothed, alone=False),
     "fsdp, tied": Run(fsdp, {"tied": True}),
-    "fsdp, norm and head as a group": Run(lambda m: fsdp(m, head_alone=True)),
     "fsdp, the head alone": Run(fsdp_head_only),
     "fsdp, resharded root": Run(lambda m: fsdp(m, reshard_after_forward=True), late=False),
     "fsdp, never resharded": Run(lambda m: fsdp(m, reshard_after_forward=False)),
@@ -184,12 +228,13 @@ RUNS: dict[str, Run] = {
     "fsdp, bf16, fp32 outputs": Run(
         lambda m: fsdp(m, mp_policy=BF16, root_options={"mp_policy": BF16_OUTPUTS}), mixed=True
     ),
-    "fsdp, bf16, the head in a group": Run(lambda m: fsdp(m, head_alone=True, mp_policy=BF16), mixed=True),
     "fsdp, checkpointing": Run(checkpointed),
     "fsdp, LoRA with a saved head": Run(lambda m: fsdp_lora(m), adapt=lora),
     "fsdp, Qwen3": Run(fsdp, {"prefix": "Qwen3"}),
     "fsdp, Gemma 2": Run(fsdp, {"prefix": "Gemma2", "head_dim": 16}),
     "fsdp, real logits": Run(fsdp, switches={"fast_loss": True}),
+    "fsdp, norm and head as a group": Run(lambda m: fsdp(m, head_alone=True)),
+    "fsdp, bf16, the head in a group": Run(lambda m: fsdp(m, head_alone=True, mp_policy=BF16), mixed=True),
 }
 
 
@@ -211,7 +256,7 @@ def plain_name(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def train(trained: nn.Module, rank: int | None) -> dict[str, Any]:
+def train(run: Run, trained: nn.Module, rank: int | None) -> dict[str, Any]:
     """Three steps of SGD; ``rank`` None trains on the whole batch."""
     optimizer = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.1)
     losses, gradients = [], []
@@ -221,7 +266,7 @@ def train(trained: nn.Module, rank: int | None) -> dict[str, Any]:
         # DDP and FSDP average over the processes, as Trainer makes up for: a sum over all labels of all processes
         items = torch.tensor(number_of_labels(whole))
         scale = 1 if rank is None else WORLD_SIZE
-        loss = trained(**mine, num_items_in_batch=items).loss * scale
+        loss = run.loss(trained, mine, items) * scale
         loss.backward()
         total = loss.detach().clone() / scale
         if rank is not None:
@@ -262,7 +307,7 @@ def measure(run: Run, rank: int) -> dict[str, Any]:
     fast = run.prepare(fast)
     result["sharded"] = all(isinstance(p, DTensor) for p in fast.parameters())
     with mock.patch.object(LazyLogits, "compute", counted):
-        result["fast"] = train(fast, rank)
+        result["fast"] = train(run, fast, rank)
     result["computed"] = computed[0]
     try:
         result["fast logits"] = evaluate(fast, rank)
@@ -273,9 +318,9 @@ def measure(run: Run, rank: int) -> dict[str, Any]:
     except UnsupportedError as error:
         result["refusal"] = str(error)
     prepared = run.prepare(distributed)
-    result["plain"] = train(prepared, rank)
+    result["plain"] = train(run, prepared, rank)
     result["plain logits"] = evaluate(prepared, rank)
-    result["alone"] = train(alone, None)
+    result["alone"] = train(run, alone, None)
     return result
 
 

@@ -68,7 +68,7 @@ def test_two_processes(name: str, folder: Path) -> None:
             pytest.fail((folder / "crash.txt").read_text())
         result: dict[str, Any] = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
         assert "error" not in result, result["error"]
-        assert result["computed"] == 0, "logits were computed in a training step"
+        assert run.computed or result["computed"] == 0, "logits were computed in a training step"
         assert result["sharded"] == run.sharded
         assert "apply before" in result["refusal"] or "call apply" in result["refusal"]
         plain, fast, alone = result["plain"], result["fast"], result["alone"]
@@ -78,7 +78,7 @@ def test_two_processes(name: str, folder: Path) -> None:
             assert errors[1][0] <= max(1.5 * errors[0][0], 1e-3)
             assert errors[1][1] <= 1.5 * errors[0][1]
             continue
-        for reference in (plain, alone):
+        for reference in (plain, alone) if run.alone else (plain,):
             for expected, actual in zip(reference["losses"], fast["losses"], strict=True):
                 assert abs(actual - expected) <= tolerance * expected
             for step, (theirs, ours) in enumerate(zip(reference["gradients"], fast["gradients"], strict=True)):

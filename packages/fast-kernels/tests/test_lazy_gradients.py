@@ -249,11 +249,40 @@ class Squared(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * gradient
 
 
-def test_a_users_autograd_function_over_logits_is_right_or_refused() -> None:
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, copied: bool) -> torch.Tensor:
+        return z.clone() if copied else z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return -0.5 * gradient, None
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "squared": Squared.apply,
+    "reversed copy": lambda z: F.cross_entropy(Reversed.apply(z, True).view(-1, V), LABELS.view(-1)),
+    "reversed view": lambda z: F.cross_entropy(Reversed.apply(z, False).view(-1, V), LABELS.view(-1)),
+    "reversed and read": lambda z: Reversed.apply(z, True).softmax(-1).square().sum(),
+    "reversed slice": lambda z: Reversed.apply(z[:, :-1].float(), True).logsumexp(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the model's loss", "alone"])
+def test_a_users_autograd_function_over_logits_is_right_or_refused(
+    function: Callable[[torch.Tensor], torch.Tensor], beside: bool
+) -> None:
     models = pair()
-    Squared.apply(models.plain(**BATCH).logits).backward()
+
+    def backward(model: Any) -> None:
+        output = model(**BATCH)
+        term = function(output.logits)
+        (term + output.loss if beside else term).backward()
+
+    backward(models.plain)
     try:
-        Squared.apply(models.fast(**BATCH).logits).backward()
+        backward(models.fast)
     except UnsupportedError:
         return
     assert_same_gradients(*models.both)
