@@ -64,16 +64,21 @@ class FastKernelsPlugin(AccelerationPlugin):
                 self.patcher.add(rule)
 
     def prepare(self, trainer: Any) -> None:
-        """Serve the trainer's label smoothing, which computes the loss from the model's logits."""
+        """Serve label smoothing and a loss function of the user's, which compute the loss from the model's logits."""
+        if self._get("fast_loss") not in _WITHOUT_LOGITS:
+            return
         smoother = getattr(trainer, "label_smoother", None)
-        if smoother is not None and self._get("fast_loss") in _WITHOUT_LOGITS:
+        if smoother is not None:
             self.patcher.set_attribute(trainer, "label_smoother", FusedLabelSmoother(smoother))
+        if smoother is not None or getattr(trainer, "compute_loss_func", None) is not None:
             self.patcher.set_attribute(loss.language_model(trainer.model), LAZY_WITHOUT_LABELS, True)
 
     @classmethod
     def diagnose(cls) -> list[tuple[str, str]]:
-        """Rows for ``foak doctor``: what each switch does."""
-        return [(key.name, key.help) for key in cls.keys]
+        """Rows for ``foak doctor``: which form of the kernels runs on a GPU's and on a CPU's tensors, and why."""
+        from foak.kernels.backend import explain
+
+        return [(f"{device} tensors", explain(device).removeprefix(f"{device}: ")) for device in ("cuda", "cpu")]
 
     def _get(self, name: str) -> Any:
         return self.section.get(name)

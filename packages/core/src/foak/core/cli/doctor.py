@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -42,14 +42,20 @@ def doctor_command(as_json: bool) -> None:
 
 def diagnosis() -> dict[str, Any]:
     """What `foak doctor --json` prints: `versions`, `devices`, and `plugins` (name to rows of what and finding)."""
+    plugins = {
+        item.plugin.name: [[str(what), str(finding)] for what, finding in item.plugin.diagnose()]
+        for item in installed_plugins()
+    }
     return {
         "versions": _versions(),
-        "devices": _devices(),
-        "plugins": {
-            item.plugin.name: [[str(what), str(finding)] for what, finding in item.plugin.diagnose()]
-            for item in installed_plugins()
-        },
+        "devices": [*_devices(), ["kernels", _kernels(plugins)]],
+        "plugins": plugins,
     }
+
+
+def _kernels(plugins: Mapping[str, object]) -> str:
+    """Core has no kernels and knows none: each plugin speaks for its own."""
+    return "those of the plugins, which say below what runs here" if plugins else "none: no plugin is installed"
 
 
 def _versions() -> list[dict[str, Any]]:
@@ -111,11 +117,4 @@ def _devices() -> list[list[str]]:
         rows.append(["cuda", "no CUDA device"])
         rows.append(["weights in", "float32, bfloat16"])
         rows.append(["mixed precision", "bf16 (fp16 needs a GPU)"])
-    if importlib.util.find_spec("triton") is None:
-        kernels = "triton is not installed: the plain PyTorch forms run"
-    elif torch.cuda.is_available():
-        kernels = f"triton {metadata.version('triton')}: the kernels run on CUDA tensors"
-    else:
-        kernels = "no device for triton: the plain PyTorch forms run"
-    rows.append(["kernels", kernels])
     return rows
