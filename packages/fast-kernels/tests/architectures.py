@@ -11,22 +11,25 @@ from transformers import PreTrainedModel
 
 VOCAB_SIZE = 101
 
-_DECODER: dict[str, Any] = dict(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-_EXPERTS: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2)
-_GRANITE: dict[str, Any] = dict(
-    embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=4.0
-)
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 4.0,
+}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def backend_for(tensor: torch.Tensor, *others: torch.Tensor | None) -> Backend:
     "triton" for tensors on a GPU when `triton` can be imported, and for CPU tensors when the environment has
     `TRITON_INTERPRET=1` (Triton's interpreter, for tests); "reference" elsewhere, and always when one of the tensors is
     float64 (the kernels compute in fp32) or a tensor subclass (a DTensor has no single block of memory to point at),
-    and inside a transform of `torch.func`.
+    and inside a transform of `torch.func`. Tensors on different devices get the reference too, whose error says so.
     """
     if _forced is not None:
         return _forced
@@ -36,7 +36,9 @@ def backend_for(tensor: torch.Tensor, *others: torch.Tensor | None) -> Backend:
     if not torch.compiler.is_compiling() and in_function_transform():
         return "reference"
     for other in others:
-        if other is not None and (other.dtype is torch.float64 or type(other) not in _PLAIN_TYPES):
+        if other is None:
+            continue
+        if other.dtype is torch.float64 or type(other) not in _PLAIN_TYPES or other.device != tensor.device:
             return "reference"
     device_type = tensor.device.type
     backend = _by_device_type.get(device_type)

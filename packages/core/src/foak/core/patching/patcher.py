@@ -8,20 +8,18 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from foak.core.errors import UnsupportedError
 from foak.core.patching import binding as bindings
 from foak.core.patching.rebinding import called_global, rebind
 from foak.core.patching.rule import NotApplicable, Rule
+from foak.core.patching.structure import structure
 from foak.core.patching.twin import is_tensor_parallel, parameters_of, stand_in, trial_device
 from foak.core.patching.verify import Verdict, compare, isolated
 from foak.core.report import PatchRecord, PatchReport
 
 _ABSENT = object()
-_POSITION_ATTRIBUTES = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
-"""Where a module stands in a stack: no part of what it computes from its inputs and parameters."""
 
 
 @dataclass
@@ -54,7 +52,7 @@ class ModelPatcher:
     def __init__(self) -> None:
         self.rules: list[Rule] = []
         self._bound: list[tuple[nn.Module, bindings.Binding]] = []
-        self._attributes: list[tuple[Any, str, Any]] = []
+        self._attributes: list[tuple[Any, str, Any, Any]] = []
         self._verdicts: dict[Hashable, Verdict] = {}
         self._rebound: dict[Hashable, Callable[..., Any]] = {}
 
@@ -87,25 +85,33 @@ class ModelPatcher:
                     report.records.append(record)
             if plan.forward_rules or plan.attributes:
                 plans.append(plan)
-        if strict:
-            self._refuse_unserved(model, report)
+        unserved = self._unserved(model, report)
+        if unserved is not None:
+            if strict:
+                raise UnsupportedError(unserved)
+            report.notes.append(unserved)
         for plan in plans:
             self._bind(plan)
         return report
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Set an instance attribute of any object; `restore` puts back what was there, or its absence."""
-        self._attributes.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        """Set an instance attribute of any object.
+
+        `restore` puts back what was there, or its absence, unless somebody has set it anew since.
+        """
+        self._attributes.append((owner, name, owner.__dict__.get(name, _ABSENT), value))
         setattr(owner, name, value)
 
     def restore(self) -> None:
         """Take everything off, last first. What others have wrapped since stays theirs, and passes through ours."""
         while self._attributes:
-            owner, name, value = self._attributes.pop()
-            if value is _ABSENT:
-                owner.__dict__.pop(name, None)
+            owner, name, before, ours = self._attributes.pop()
+            if owner.__dict__.get(name, _ABSENT) is not ours:
+                continue
+            if before is _ABSENT:
+                del owner.__dict__[name]
             else:
-                owner.__dict__[name] = value
+                owner.__dict__[name] = before
         while self._bound:
             module, binding = self._bound.pop()
             binding.remove(module)
@@ -147,6 +153,8 @@ class ModelPatcher:
         if attribute is not None:
             if attribute in plan.attributes_by:
                 return f"{attribute} is replaced already, by {plan.attributes_by[attribute]}, not by {rule.name}"
+            if module.__dict__.get(attribute) is rule.build(module):
+                return f"{attribute} is replaced already, by {rule.name} of another framework"
             return None
         earlier = bindings.binding_of(module)
         if earlier is not None and not rule.wraps:
@@ -176,7 +184,8 @@ class ModelPatcher:
     def _verify(self, rule: Rule, module: nn.Module) -> Verdict:
         if rule.verify is None and rule.wraps:
             return Verdict(True, "")
-        key = (rule.name, _structure(module), rule.function_name and id(_called(rule, module)))
+        called = None if rule.function_name is None else id(_called(rule, module))
+        key = (rule.name, structure(module, whole_forward=called is None), called)
         if key not in self._verdicts:
             with isolated(trial_device(module)):
                 self._verdicts[key] = rule.verify(module) if rule.verify else self._try(rule, module)
@@ -235,19 +244,21 @@ class ModelPatcher:
         binding = bindings.bind(module, plan.forward_rules, replacement, [wrapper for _, wrapper in plan.wrappers])
         self._bound.append((module, binding))
 
-    def _refuse_unserved(self, model: nn.Module, report: PatchReport) -> None:
+    def _unserved(self, model: nn.Module, report: PatchReport) -> str | None:
+        """A sentence on what was asked for by name and has nothing of its kind in the model; None if all was served."""
         served = {record.rule for record in report.records}
         keys = {rule.key for rule in self.rules if rule.key}
         unserved = sorted(k for k in keys if not any(r.name in served for r in self.rules if r.key == k))
-        if unserved:
-            kernels = "; ".join(
-                f"{key} ({', '.join(rule.kernel or rule.name for rule in self.rules if rule.key == key)})"
-                for key in unserved
-            )
-            raise UnsupportedError(
-                f"{type(model).__name__} has no module that could take what was asked for by name: {kernels}. "
-                "Set the key to false, or to auto to have it used where it fits."
-            )
+        if not unserved:
+            return None
+        kernels = "; ".join(
+            f"{key} ({', '.join(rule.kernel or rule.name for rule in self.rules if rule.key == key)})"
+            for key in unserved
+        )
+        return (
+            f"{type(model).__name__} has no module that could take what was asked for by name: {kernels}. "
+            "Set the key to false, or to auto to have it used where it fits."
+        )
 
 
 def _record(rule: Rule, name: str, module: nn.Module, outcome: Any, reason: str) -> PatchRecord:
@@ -261,23 +272,3 @@ def _called(rule: Rule, module: nn.Module) -> Callable[..., Any]:
     if function is None:
         raise NotApplicable(f"its forward calls nothing by the name {rule.function_name}")
     return function  # type: ignore[no-any-return]
-
-
-def _structure(module: nn.Module) -> Hashable:
-    """What two modules must share for one verification to speak for both."""
-    own = tuple(
-        (name, tuple(t.shape), t.dtype, t.device)
-        for name, t in [*module._parameters.items(), *module._buffers.items()]
-        if isinstance(t, torch.Tensor)
-    )
-    simple = tuple(
-        sorted(
-            (k, repr(v))
-            for k, v in module.__dict__.items()
-            if isinstance(v, (bool, int, float, str, torch.dtype)) and k not in _POSITION_ATTRIBUTES
-        )
-    )
-    forward = bindings.current_function(module, bindings.forward_slot(module))
-    code = getattr(forward, "__code__", None)
-    children = tuple((name, _structure(child)) for name, child in module._modules.items() if child is not None)
-    return (type(module), code, own, simple, children)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 _REDUCED_UNIT = 8
-_LARGE_BYTES = 64 * 2**20
+_LARGE_BYTES = 2**20
+"""Linear layers of more than this are reduced: a trial at full size shows nothing more, and takes seconds."""
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -72,7 +73,7 @@ def stand_in(module: nn.Module) -> nn.Module:
 
     Buffers are copied, and so are parameters, with a little noise that tells apart what equal or zero weights would not
     (on the meta device both are random); linear-like descendants become dense layers, reduced
-    where all of them together pass 64 MiB or where one of them is quantized.
+    where all of them together pass 1 MiB or where one of them is quantized.
     """
     device = trial_device(module)
     return _copy(module, device, _reduction(module))
@@ -99,7 +100,7 @@ def _reduction(module: nn.Module) -> dict[int, int]:
         return {}
     numel = sum(math.prod(linear_sizes(child)) for child in linears)
     quantized = any(not p.is_floating_point() for p in module.parameters())
-    if numel * 4 <= _LARGE_BYTES // 64 and not quantized:
+    if numel * 4 <= _LARGE_BYTES and not quantized:
         return {}
     return {size: size // unit * _REDUCED_UNIT for size in sizes}
 

@@ -54,6 +54,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type if device.type != "meta" else "cpu", enabled=False),
+        torch.device(device),  # whatever the default device is
     ):
         for generator in generators:  # not torch.manual_seed, which seeds every GPU of the process
             generator.manual_seed(_SEED)
@@ -161,9 +162,10 @@ def _run(function: Callable[..., Any], call: Any, parameters: Sequence[torch.Ten
     differentiable = [t for t in outputs if t.requires_grad]
     if not leaves or not differentiable:
         return Trial([t.detach() for t in outputs], [None] * len(leaves))
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator("cpu").manual_seed(_SEED)
     # quarters, which every dtype holds exactly: all runs differentiate with the same upstream gradient
-    upstream = [(torch.randint(-8, 9, t.shape, generator=generator) / 4).to(t.device, t.dtype) for t in differentiable]
+    quarters = (torch.randint(-8, 9, t.shape, generator=generator, device="cpu") / 4 for t in differentiable)
+    upstream = [values.to(t.device, t.dtype) for values, t in zip(quarters, differentiable, strict=True)]
     gradients = torch.autograd.grad(differentiable, leaves, upstream, allow_unused=True)
     return Trial([t.detach() for t in outputs], list(gradients))
 

@@ -59,6 +59,8 @@ def _may_postpone(head: nn.Linear, hidden: torch.Tensor) -> bool:
     # Under reentrant checkpointing the head runs without gradients first, and its output must lead to none of its own.
     if _postponing.get() is not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
+    if type(head._parameters.get("weight")) is not nn.Parameter:  # FSDP1's views, parametrizations: other tensors later
+        return False
     return not _is_offloaded(head) and not _has_foreign_hooks(head)
 
 

@@ -71,8 +71,8 @@ class LazyLogits(torch.Tensor):
         row_major: bool = True,
     ) -> LazyLogits:
         """Stand for the logits; nothing is computed or allocated."""
-        weight = head._parameters["weight"]
-        assert weight is not None  # the rule takes no other head
+        weight = head.weight
+        assert isinstance(weight, torch.Tensor)  # the rule takes no other head
         needs_grad = state.gradients and (hidden.requires_grad or any(p.requires_grad for p in head_parameters(head)))
         lazy: LazyLogits = torch.Tensor._make_wrapper_subclass(
             cls,

@@ -17,15 +17,18 @@ _OWN_HOOKS = ("torch.distributed.", "foak.")
 """Packages whose hooks on a head may run once more for the loss: FSDP's gather and free its weight."""
 
 
-def head_parameters(head: nn.Module) -> list[nn.Parameter]:
-    """The head's own parameters: its weight, and its bias if it has one."""
-    return [p for p in head._parameters.values() if p is not None]
+def head_parameters(head: nn.Module) -> list[torch.Tensor]:
+    """A head's weight, and its bias if it has one, as they are at this moment.
+
+    They are read as attributes: FSDP and parametrizations take them out of the module's own parameters.
+    """
+    return [tensor for tensor in (head.weight, head.bias) if isinstance(tensor, torch.Tensor)]
 
 
 _FEW = 64
 
 
-def _few_values(parameter: nn.Parameter) -> torch.Tensor | None:
+def _few_values(parameter: torch.Tensor) -> torch.Tensor | None:
     """A few values of a parameter that trains, spread over its rows; None for a frozen one."""
     if not parameter.requires_grad or parameter.is_meta:
         return None
@@ -35,7 +38,7 @@ def _few_values(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def _is_unchanged(
-    parameter: nn.Parameter, was: tuple[nn.Parameter, int, torch.Tensor | None], compare_values: bool
+    parameter: torch.Tensor, was: tuple[torch.Tensor, int, torch.Tensor | None], compare_values: bool
 ) -> bool:
     known, version, values = was
     if parameter is not known or parameter._version != version:
@@ -58,7 +61,7 @@ class HeadState:
         gradients: whether gradients were recorded.
     """
 
-    parameters: tuple[tuple[nn.Parameter, int, torch.Tensor | None], ...]
+    parameters: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
     hidden: tuple[torch.Tensor, int]
     autocast: torch.dtype | None
     gradients: bool

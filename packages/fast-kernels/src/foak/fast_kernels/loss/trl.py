@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from foak.core.patching import NotApplicable, Rule, Verdict, compare
-from foak.core.patching.binding import current_function, forward_slot
+from foak.core.patching.binding import original_function
 from foak.core.patching.rebinding import called_global, inner_functions
+from foak.core.patching.twin import trial_device
 from foak.kernels import linear_cross_entropy
 
 _FUNCTION = "_ChunkedLogProbFunction"
@@ -87,7 +88,7 @@ def _on_every_device(device: torch.device) -> bool:
 
 
 def _fused_forward(module: nn.Module) -> Any | None:
-    forward = current_function(module, forward_slot(module))
+    forward = original_function(module)
     function = called_global(forward, _FUNCTION)
     if function is None or called_global(forward, _DEVICE_TEST) is None:
         return None
@@ -95,7 +96,7 @@ def _fused_forward(module: nn.Module) -> Any | None:
 
 
 def _closure(module: nn.Module, name: str) -> Any:
-    forward = current_function(module, forward_slot(module))
+    forward = original_function(module)
     for function in inner_functions(forward):  # type: ignore[arg-type]
         if name in function.__code__.co_freevars:
             cells = function.__closure__ or ()
@@ -106,6 +107,9 @@ def _closure(module: nn.Module, name: str) -> Any:
 def _match(module: nn.Module) -> str | None:
     function = _fused_forward(module)
     if function is None:
+        forward = original_function(module)
+        if str(getattr(forward, "__globals__", {}).get("__name__", "")).startswith("trl."):
+            raise NotApplicable("this version of TRL scores tokens by functions of other names; its own stay")
         return None
     parameters = list(inspect.signature(function.forward).parameters)
     if parameters != _PARAMETERS:
@@ -120,9 +124,11 @@ def _verify(module: nn.Module) -> Verdict:
     function = _fused_forward(module)
     assert function is not None  # the rule has matched
     softcap, scale = _closure(module, "final_logit_softcapping"), _closure(module, "logit_scale")
-    hidden = torch.randn(7, 24, requires_grad=True)
-    weight = (torch.randn(53, 24) * 0.3).requires_grad_()
-    targets = torch.randint(0, 53, (7,))
+    device = trial_device(module)
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    hidden = torch.randn(7, 24, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(53, 24, device=device) * 0.3).to(dtype).requires_grad_()
+    targets = torch.randint(0, 53, (7,), device=device)
 
     def run(implementation: Any) -> Any:
         def call(h: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
@@ -134,13 +140,8 @@ def _verify(module: nn.Module) -> Verdict:
     return compare(run(function), run(FusedLogProbs), (hidden, weight))
 
 
-def rules(key: str | None) -> list[Rule]:
-    """The rules that serve TRL's trainers.
-
-    Args:
-        key: the configuration key that asked for the loss; not required to find anything, since plain trainers have no
-            fused head.
-    """
+def rules() -> list[Rule]:
+    """The rules that serve TRL's trainers; no key requires them, since plain trainers have no fused head."""
     return [
         Rule(
             name="trl_fused_head",

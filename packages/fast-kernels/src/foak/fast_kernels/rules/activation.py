@@ -20,6 +20,7 @@ from foak.core.patching import NotApplicable, Rule
 from foak.core.patching.binding import own_forward
 from foak.core.patching.fp64 import Float64Mode
 from foak.core.patching.rule import Case
+from foak.core.patching.structure import structure
 from foak.core.patching.twin import compute_dtype, is_linear_like, linear_sizes, stand_in
 from foak.core.patching.verify import isolated
 from foak.kernels import geglu, swiglu
@@ -38,6 +39,7 @@ class Formula:
         down: name of the layer that follows.
         gate_first: whether a packed output begins with the gate.
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
+        argument: name of the forward's one argument.
         skipped: names of the children that the fused forward does not call: the activation's module.
     """
 
@@ -46,6 +48,7 @@ class Formula:
     down: str
     gate_first: bool
     activation: str
+    argument: str
     skipped: tuple[str, ...]
 
     @property
@@ -128,8 +131,9 @@ def sample(module: nn.Module) -> Case:
 
 
 def more_samples(module: nn.Module) -> Iterable[Case]:
-    """Large values, where a clamp would show."""
+    """Large values, where a clamp would show; rows without a batch, as shared experts get them."""
     (x,), _ = sample(module)
+    yield (x.detach().flatten(0, 1).requires_grad_(),), {}
     for factor in (40, 1000) if x.dtype != torch.float16 else (40,):
         yield ((x.detach() * factor).requires_grad_(),), {}
 
@@ -145,10 +149,7 @@ class ActivationRule:
         forward = own_forward(module)
         if forward is None:
             raise NotApplicable("somebody else has replaced this instance's forward")
-        layers = tuple((n, layer.in_features, layer.out_features) for n, layer in _layers(module))
-        activations = tuple((n, repr(c)) for n, c in module._modules.items() if c is not None and not is_linear_like(c))
-        functions = tuple((n, repr(v)) for n, v in vars(module).items() if callable(v))
-        key = (type(module), forward, layers, activations, functions, module.training)
+        key = structure(module)
         if key not in self._formulas:
             with isolated(torch.device("cpu")):
                 self._formulas[key] = _find_formula(module, forward)
@@ -187,6 +188,9 @@ class ActivationRule:
 
 def _has_hooks(module: nn.Module | None) -> bool:
     """Whether somebody listens to a module: then it must be called."""
+    everywhere = nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return True
     return module is not None and bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -195,10 +199,13 @@ def _has_hooks(module: nn.Module | None) -> bool:
 @functools.cache
 def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
     def mlp_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        if any(_has_hooks(self._modules[name]) for name in formula.skipped):
-            result: torch.Tensor = type(self).forward(self, *args, **kwargs)
-            return result
-        return formula(self, args[0] if args else next(iter(kwargs.values())))
+        if not any(_has_hooks(self._modules[name]) for name in formula.skipped):
+            if len(args) == 1 and not kwargs:
+                return formula(self, args[0])
+            if not args and len(kwargs) == 1 and formula.argument in kwargs:
+                return formula(self, kwargs[formula.argument])
+        result: torch.Tensor = type(self).forward(self, *args, **kwargs)  # somebody listens, or passes something more
+        return result
 
     return mlp_forward
 
@@ -224,10 +231,11 @@ def _find_formula(module: nn.Module, forward: Callable[..., Any]) -> Formula | N
         return None
     if not isinstance(expected, torch.Tensor):
         return None
+    argument = list(inspect.signature(forward).parameters)[1]
     skipped = tuple(n for n, child in module._modules.items() if child is not None and not is_linear_like(child))
     for gate, up, down, gate_first in _candidates(_layers(module)):
         for activation in ("silu", "gelu", "gelu_tanh"):
-            formula = Formula(gate, up, down, gate_first, activation, skipped)
+            formula = Formula(gate, up, down, gate_first, activation, argument, skipped)
             try:
                 with torch.no_grad():
                     actual = formula(wide, x)

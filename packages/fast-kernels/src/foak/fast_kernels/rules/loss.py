@@ -157,5 +157,5 @@ def rules(model: nn.Module, mode: bool | str, key: str | None) -> list[Rule]:
     return [
         *LossWithoutLogits(model, key).rules(),
         _loss_function_rule(model, None, without_logits=True),
-        *trl.rules(key),
+        *trl.rules(),
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from foak.core.patching import NotApplicable, Rule
 from foak.core.patching.binding import own_forward
 from foak.core.patching.fp64 import Float64Mode
 from foak.core.patching.rule import Case
+from foak.core.patching.structure import structure
 from foak.core.patching.twin import stand_in
 from foak.core.patching.verify import isolated
 from foak.kernels import layer_norm, rms_norm
@@ -39,6 +40,9 @@ class Formula:
         dtype: where input and weight differ, the output has the dtype of the ``input``, of the ``weight``, or PyTorch's
             ``promotion`` of both.
         eps: name of the attribute that holds epsilon.
+        argument: name of the forward's one argument.
+        parameters: which of ``weight`` and ``bias`` it has. They are read as attributes: FSDP and parametrizations
+            take them out of the module's own parameters.
         autocast_widens: the original calls a PyTorch norm, which autocast runs in float32 on accelerators.
     """
 
@@ -46,6 +50,8 @@ class Formula:
     offset: float
     dtype: Literal["input", "weight", "promotion"]
     eps: str
+    argument: str
+    parameters: tuple[str, ...]
     autocast_widens: bool = False
 
     @property
@@ -55,7 +61,8 @@ class Formula:
 
     def __call__(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Compute the norm by the kernel; ``x`` is ``[..., H]``."""
-        weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+        weight: Any = norm.weight if "weight" in self.parameters else None
+        bias: Any = norm.bias if "bias" in self.parameters else None
         eps = getattr(norm, self.eps)
         if eps is None:  # torch.nn.RMSNorm's default
             eps = torch.finfo(x.dtype).eps
@@ -131,14 +138,6 @@ def takes_one_dtype(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm)
 
 
-def _attributes(module: nn.Module) -> Iterable[Hashable]:
-    """What a norm's forward may depend on besides its input: which parameters it has, and its simple attributes."""
-    yield from ((name, parameter is None) for name, parameter in module._parameters.items())
-    for name, value in sorted(vars(module).items()):
-        if value is None or isinstance(value, (bool, int, float, str, tuple)):
-            yield name, repr(value)
-
-
 class NormRule:
     """Finds each norm's formula once per structure."""
 
@@ -151,7 +150,7 @@ class NormRule:
         forward = own_forward(module)
         if eps is None or forward is None:
             raise NotApplicable("somebody else has replaced this instance's forward")
-        key: Hashable = (id(type(module)), forward, eps, _hidden_size(module), *_attributes(module))
+        key = structure(module)
         if key not in self._formulas:
             with isolated(torch.device("cpu")):
                 self._formulas[key] = _find_formula(module, forward, eps)
@@ -192,7 +191,12 @@ class NormRule:
 @functools.cache
 def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
     def norm_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        return formula(self, args[0] if args else next(iter(kwargs.values())))
+        if len(args) == 1 and not kwargs:
+            return formula(self, args[0])
+        if not args and len(kwargs) == 1 and formula.argument in kwargs:
+            return formula(self, kwargs[formula.argument])
+        result: torch.Tensor = type(self).forward(self, *args, **kwargs)  # something more was passed
+        return result
 
     return norm_forward
 
@@ -200,6 +204,8 @@ def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
 def _find_formula(module: nn.Module, forward: Callable[..., Any], eps: str) -> Formula | None:
     wide = stand_in(module).to("cpu").double()
     x = torch.randn(3, _hidden_size(module), dtype=torch.float64)
+    argument = list(inspect.signature(forward).parameters)[1]
+    parameters = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     try:
         with torch.no_grad(), Float64Mode():
             expected = forward(wide, x)
@@ -208,14 +214,15 @@ def _find_formula(module: nn.Module, forward: Callable[..., Any], eps: str) -> F
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
         return None
     for subtracts_mean, offset in ((False, 0.0), (False, 1.0), (True, 0.0), (True, 1.0)):
-        formula = Formula(subtracts_mean, offset, "promotion", eps)
+        formula = Formula(subtracts_mean, offset, "promotion", eps, argument, parameters)
         with torch.no_grad():
             actual = formula(wide, x)
         if (actual - expected).norm() <= _MATCH * expected.norm():
             dtype = _dtype_of_output(module, forward)
             if dtype is None:
                 return None
-            return Formula(subtracts_mean, offset, dtype, eps, _calls_a_norm_of_torch(module, forward))
+            widens = _calls_a_norm_of_torch(module, forward)
+            return replace(formula, dtype=dtype, autocast_widens=widens)
     return None
 
 

@@ -116,9 +116,9 @@ def _variant(function: Callable[..., Any], chosen: Callable[..., Any], size: int
     """The form of the kernel that does what a function does, found by calling it; raises `NotApplicable`."""
 
     def call(candidate: Callable[..., Any], table_size: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(1, 1, 3, size, generator=generator, dtype=torch.float64).to(dtype)
-        table = torch.randn(2, 1, 3, table_size, generator=generator, dtype=torch.float64).float()
+        generator = torch.Generator("cpu").manual_seed(0)
+        x = torch.randn(1, 1, 3, size, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+        table = torch.randn(2, 1, 3, table_size, generator=generator, dtype=torch.float64, device="cpu").float()
         cos, sin = table if dtype == torch.bfloat16 else table.double()
         heads = (x,) if chosen is rotary_one else (x, x)
         try:
