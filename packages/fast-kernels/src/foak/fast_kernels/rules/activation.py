@@ -94,6 +94,8 @@ def match(module: nn.Module) -> str | None:
     if sum(argument.default is inspect.Parameter.empty for argument in arguments) != 1:
         return None
     if len(arguments) != 1:
+        if len({size for _, layer in layers for size in linear_sizes(layer)}) == 1:
+            return None  # query, key and value of an attention
         raise NotApplicable(f"a forward that takes more than its input: {', '.join(a.name for a in arguments)}")
     return f"gated MLP of {', '.join(name for name, _ in layers)}"
 
