@@ -126,11 +126,12 @@ def _load_file(run: RunFile, key: str, path: Path, text_column: str) -> tuple[Da
 
 def _load_hub(run: RunFile, key: str, name: str, text_column: str) -> tuple[Dataset, _Shape]:
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     repository, _, split = name.partition(":")
     try:
         dataset = load_dataset(repository, split=split or "train")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DatasetGenerationError) as error:
         raise run.origin.error(
             key, f"is {name!r}: there is no such file, and the hub gave no data set: {_first_line(error)}"
         ) from None

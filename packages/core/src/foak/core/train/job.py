@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,13 @@ from foak.core.train.plot import plot_loss
 from foak.core.train.progress import ProgressBar
 from foak.core.train.record import Recorder, peak_memory_bytes, write_report
 from foak.core.train.runfile import RunFile
-from foak.core.train.storage import is_complete_checkpoint, last_checkpoint, named_failure, replace_folder
+from foak.core.train.storage import (
+    checkpoint_step,
+    is_complete_checkpoint,
+    last_checkpoint,
+    named_failure,
+    replace_folder,
+)
 
 if TYPE_CHECKING:
     from trl import SFTConfig
@@ -56,7 +65,8 @@ class JobResult:
 class Job:
     """A run that is built and ready to train.
 
-    Building loads the model and the data, makes the trainer and applies the acceleration; nothing is written.
+    Building loads the model and the data, makes the trainer and applies the acceleration; nothing is written but the
+    empty folder `training.output_dir`.
 
     Args:
         run: the run file.
@@ -79,6 +89,7 @@ class Job:
             self.args = _training_arguments(run)
             self.console = console if self.args.process_index == 0 else Console(quiet=True)
             self.checkpoint = _checkpoint_to_resume(run, self.args)
+            _make_output_folder(run, self.args)
             self.framework = _framework(run)
             data = load_data(run, seed=self.args.seed)
             if loaded is None:
@@ -168,6 +179,10 @@ class Job:
         except (ValueError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
+            if self.run.peft is not None and _raised_in("peft", error):
+                raise self.run.origin.error(
+                    _key_of(self.run.peft, "peft", str(error)), f"is refused by PEFT: {_sentence(error)}"
+                ) from error
             raise ConfigError(f"{self.run.path}: {_sentence(error)}") from error
         if not _has_something_to_learn(trainer.train_dataset):
             raise self.run.origin.error(
@@ -259,7 +274,7 @@ def _checkpoint_to_resume(run: RunFile, args: SFTConfig) -> Path | None:
             raise run.origin.error(
                 "training.resume_from_checkpoint", f"is {run.resume!r}, which is no complete checkpoint"
             )
-        return named
+        return _with_steps_left(run, args, named)
     found = last_checkpoint(output)
     if run.resume and found is None:
         raise run.origin.error("training.resume_from_checkpoint", f"is true, but {output} holds no complete checkpoint")
@@ -269,7 +284,46 @@ def _checkpoint_to_resume(run: RunFile, args: SFTConfig) -> Path | None:
             f"is {str(output)!r}, which holds {found.name} of an earlier run: go on with it "
             "(training.resume_from_checkpoint: true), name another folder, or remove it",
         )
-    return found
+    return None if found is None else _with_steps_left(run, args, found)
+
+
+def _with_steps_left(run: RunFile, args: SFTConfig, checkpoint: Path) -> Path:
+    """The checkpoint; refuses one that has reached `max_steps`, from where Trainer would take one step more."""
+    step = checkpoint_step(checkpoint)
+    if 0 < args.max_steps <= step:
+        raise run.origin.error(
+            "training.max_steps",
+            f"is {args.max_steps}, but {checkpoint} is at step {step}: it holds what was trained; "
+            "to train on, write a larger number",
+        )
+    return checkpoint
+
+
+def _make_output_folder(run: RunFile, args: SFTConfig) -> None:
+    """Makes `training.output_dir` now, so that a place where nothing can be written costs no loading."""
+    output = Path(args.output_dir)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise run.origin.error(
+            "training.output_dir", f"is {str(output)!r}, which cannot be made: {error.strerror}"
+        ) from error
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise run.origin.error("training.output_dir", f"is {str(output)!r}, where nothing can be written")
+
+
+def _raised_in(package: str, error: Exception) -> bool:
+    """Whether an error came out of a package's code, or through it."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] == package for name in modules)
+
+
+def _key_of(section: Mapping[str, Any], name: str, message: str) -> str:
+    """The dotted key that a message of PEFT is about, told by its words; the section where it names none."""
+    for key in sorted(section, key=len, reverse=True):
+        if re.search(rf"\b{key.replace('_', '[_ ]')}\b", message, re.IGNORECASE):
+            return f"{name}.{key}"
+    return name
 
 
 def _has_something_to_learn(dataset: Any) -> bool:

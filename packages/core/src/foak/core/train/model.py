@@ -7,6 +7,7 @@ found without being imported). A folder with a GGUF file gives model, tokenizer 
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,9 @@ def load_model(run: RunFile, framework: AccelerationFramework | None = None) -> 
     Raises:
         ConfigError: there is no such model, or it cannot be read.
     """
+    import torch
     import transformers
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     location, gguf_file = _locate(run)
@@ -59,10 +62,17 @@ def load_model(run: RunFile, framework: AccelerationFramework | None = None) -> 
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, **common)
         model = load(location, **arguments)
-    except (OSError, ValueError, ImportError) as error:
-        if type(error).__module__.startswith("foak."):
+    # A weight file that is cut off or holds other shapes raises what its reader raises: torch's pickle reader has four.
+    except (
+        *(OSError, ValueError, ImportError),
+        *(SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError),
+    ) as error:
+        if type(error).__module__.startswith("foak.") or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
+        if isinstance(error, (EOFError, pickle.UnpicklingError)):
+            # torch's own text advises to load it in a way that runs code from the file.
+            reason = ["a weight file is cut off, or is not one of torch's"]
         raise run.origin.error(
             "model.name_or_path", f"is {section.name_or_path!r}, which cannot be loaded: {reason[0]}"
         ) from error

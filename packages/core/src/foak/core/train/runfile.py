@@ -108,12 +108,16 @@ class RunFile:
     origin: Origin
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as a mapping that JSON and YAML can hold, for the report."""
+        """The run as a mapping that JSON and YAML can hold, for the report; tokens of the hub are masked."""
+        training = {
+            key: f"<{key.upper()}>" if value is not None and key.endswith("hub_token") else copy.deepcopy(value)
+            for key, value in self.training.items()
+        }
         return {
             "model": dataclasses.asdict(self.model),
             "data": dataclasses.asdict(self.data),
             "peft": copy.deepcopy(self.peft),
-            "training": {**copy.deepcopy(self.training), "resume_from_checkpoint": self.resume},
+            "training": {**training, "resume_from_checkpoint": self.resume},
             "acceleration": copy.deepcopy(self.acceleration),
         }
 

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_complete_checkpoint", "last_checkpoint", "named_failure", "replace_folder", "write_json"]
+__all__ = [
+    "checkpoint_step",
+    "is_complete_checkpoint",
+    "last_checkpoint",
+    "named_failure",
+    "replace_folder",
+    "write_json",
+]
 
 # The last file that Trainer writes into a checkpoint.
 _LAST_FILE = "trainer_state.json"
@@ -37,6 +44,11 @@ def is_complete_checkpoint(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step at which a complete checkpoint was written."""
+    return int(json.loads((folder / _LAST_FILE).read_text(encoding="utf-8"))["global_step"])
 
 
 @contextlib.contextmanager
