@@ -28,7 +28,7 @@ LINT_TOOLS = ("ruff",)
 TYPE_TOOLS = ("mypy", "types-PyYAML")
 IMPORT_TOOLS = ("import-linter",)
 BUILD_TOOLS = ("hatchling", "editables", "build")
-# For Triton's interpreter. Not in the constraints: a GPU build of torch requires a Triton of its own.
+# For Triton's interpreter, where torch brings no Triton. Not in the constraints: a GPU build of torch requires its own.
 TRITON = "triton==3.9.0"
 EXTRAS = {"foak-core": "train"}
 
@@ -92,6 +92,12 @@ def install(session: nox.Session, names: Iterable[str], *tools: str) -> None:
     session.run("python", "-c", CHECK_LOCAL, str(ROOT), *(package.name for package in packages), silent=True)
 
 
+def install_triton(session: nox.Session) -> None:
+    """Installs Triton for its interpreter where torch brought none."""
+    if session.run("python", "-c", "import importlib.util as u; print(u.find_spec('triton'))", silent=True) == "None\n":
+        session.install(TRITON)
+
+
 CHECK_LOCAL = """
 import importlib.metadata, json, pathlib, sys
 root, names = pathlib.Path(sys.argv[1]).as_uri(), sys.argv[2:]
@@ -130,7 +136,8 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that runs on a CPU: lint, types, imports, the unit tests of every package, the integration tests."""
-    install(session, PACKAGES, *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS, *IMPORT_TOOLS, TRITON)
+    install(session, PACKAGES, *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS, *IMPORT_TOOLS)
+    install_triton(session)
     check_lint(session)
     check_types(session)
     check_imports(session)
@@ -143,15 +150,50 @@ def tests(session: nox.Session) -> None:
 @nox.parametrize("pkg", list(PACKAGES), ids=list(PACKAGES))
 def unit(session: nox.Session, pkg: str) -> None:
     """The unit tests of one package, with nothing of this repository installed but what it requires."""
-    install(session, [pkg], *TEST_TOOLS, TRITON)
+    install(session, [pkg], *TEST_TOOLS)
+    install_triton(session)
     run_pytest(session, PACKAGES[pkg].folder, *session.posargs)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """The tests across packages."""
-    install(session, PACKAGES, *TEST_TOOLS, TRITON)
+    install(session, PACKAGES, *TEST_TOOLS)
+    install_triton(session)
     run_pytest(session, ROOT / "integration-tests", *session.posargs)
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """The tests of foak-core and foak-fast-kernels on the oldest versions that the packages declare.
+
+    Tested: every lower bound of theirs but torch's, which is the constraints' here and is tested by `nox -s gpu` where
+    the GPU's environment has it. Not tested: what only other packages declare (bitsandbytes). What nobody declares comes
+    in the newest version that fits.
+    """
+    names = ("foak-core", "foak-fast-kernels")
+    tools = [
+        line
+        for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+        if line.partition("==")[0] in ("torch", *TEST_TOOLS, *BUILD_TOOLS)
+    ]
+    session.install(*tools, *lower_bounds(names))
+    editable = [f"--editable={package.folder}" for package in closure(names)]
+    session.install("--no-deps", "--no-build-isolation", *editable)
+    session.run("python", "-m", "pip", "check")
+    install_triton(session)
+    for name in names:
+        run_pytest(session, PACKAGES[name].folder, *session.posargs)
+
+
+def lower_bounds(names: Iterable[str]) -> list[str]:
+    """What the named packages and their siblings declare as `name>=version`, torch left out, as `name==version`."""
+    found: set[str] = set()
+    for package in closure(names):
+        project = tomllib.loads((package.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        extra = project.get("optional-dependencies", {}).get(EXTRAS.get(package.name), ())
+        found.update(line for line in (*project["dependencies"], *extra) if line.partition(">=")[0] not in PACKAGES)
+    return sorted(line.replace(">=", "==") for line in found if not line.startswith("torch>="))
 
 
 @nox.session(venv_backend="none")
@@ -164,6 +206,16 @@ def gpu(session: nox.Session) -> None:
     for folder in [*(p.folder for n, p in PACKAGES.items() if n != "foak-kernels"), ROOT / "integration-tests"]:
         if any("mark.gpu" in file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py")):
             run_pytest(session, folder, "-m", "gpu", *session.posargs, spread=False)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Measures the kernels and writes the table of benchmarks/README.md, where `gpu` runs; fails where no GPU is."""
+    session.run("python", "-c", "import torch; assert torch.cuda.is_available(), 'There is no CUDA GPU here.'")
+    session.run("python", "-c", CHECK_LOCAL, str(ROOT), *PACKAGES)
+    benchmarks = ROOT / "benchmarks"
+    session.run("python", str(benchmarks / "kernels.py"), "--out", str(benchmarks / "results" / "kernels-h200.json"))
+    session.run("python", str(benchmarks / "report.py"), "--write")
 
 
 @nox.session
