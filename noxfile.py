@@ -168,8 +168,8 @@ def lowest(session: nox.Session) -> None:
     """The tests of foak-core and foak-fast-kernels on the oldest versions that the packages declare.
 
     Tested: every lower bound of theirs but torch's, which is the constraints' here and is tested by `nox -s gpu` where
-    the GPU's environment has it. Not tested: what only other packages declare (bitsandbytes). What nobody declares comes
-    in the newest version that fits.
+    the GPU's environment has it. Not tested: what only other packages declare (bitsandbytes). What nobody declares
+    comes in the newest version that fits.
     """
     names = ("foak-core", "foak-fast-kernels")
     tools = [
