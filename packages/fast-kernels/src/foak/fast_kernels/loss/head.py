@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from foak.fast_kernels.loss.lazy_logits import LazyLogits
 from foak.fast_kernels.loss.request import HeadState, Sealed, is_own_hook
@@ -24,7 +25,11 @@ _postponing: ContextVar[bool | None] = ContextVar("foak_postponing", default=Non
 
 def model_forward(inner: Callable[..., Any], model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Wrapper of a language model's forward: while it runs with labels, its head postpones its product."""
-    if torch.compiler.is_compiling() or not _wants_loss(model, args, kwargs) or _would_lose_its_head(model):
+    if torch.compiler.is_compiling():
+        return inner(model, *args, **kwargs)
+    has_labels = _has_labels(model, args, kwargs)
+    wants_loss = has_labels or model.__dict__.get(LAZY_WITHOUT_LABELS, False)
+    if not wants_loss or _would_lose_its_head(model, has_labels):
         return inner(model, *args, **kwargs)
     token = _postponing.set(torch.is_grad_enabled())
     try:
@@ -61,7 +66,14 @@ def _may_postpone(head: nn.Linear, hidden: torch.Tensor) -> bool:
         return False
     if type(head._parameters.get("weight")) is not nn.Parameter:  # FSDP1's views, parametrizations: other tensors later
         return False
-    return not _is_offloaded(head) and not _has_foreign_hooks(head)
+    return not _is_offloaded(head) and not _is_sharded_in_a_group(head) and not _has_foreign_hooks(head)
+
+
+def _is_sharded_in_a_group(head: nn.Linear) -> bool:
+    """Whether FSDP2 shards the head with other modules as one: a second call of the head alone would begin the group
+    anew, which never ends, and its backward would find the weight freed."""
+    state = getattr(head, "_get_fsdp_state", None)
+    return callable(state) and len(getattr(state(), "_modules", ())) > 1
 
 
 def _is_offloaded(head: nn.Linear) -> bool:
@@ -95,15 +107,22 @@ def _product_dtype(head: nn.Linear, hidden: torch.Tensor) -> torch.dtype | None:
     return hidden.dtype if hidden.dtype == head.weight.dtype else None
 
 
-def _would_lose_its_head(model: nn.Module) -> bool:
-    """Whether FSDP2 reshards the head before an evaluation reads the logits."""
-    return not torch.is_grad_enabled() and hasattr(model, "unshard") and hasattr(model, "reshard")
+def _would_lose_its_head(model: nn.Module, has_labels: bool) -> bool:
+    """Whether somebody needs the logits' graph, or their head, before the loss is taken from them.
+
+    FSDP2 reshards the head before an evaluation reads the logits, or a loss is computed outside of the model; DDP,
+    where it looks for unused parameters, follows the graph of the outputs before that.
+    """
+    if not has_labels and DistributedDataParallel._active_ddp_module is not None:
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper.find_unused_parameters or wrapper.static_graph:
+            return True
+    is_sharded = hasattr(model, "unshard") and hasattr(model, "reshard")
+    return is_sharded and not (has_labels and torch.is_grad_enabled())
 
 
-def _wants_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
-        return True
-    if model.__dict__.get(LAZY_WITHOUT_LABELS, False):
         return True
     position = _position_of_labels(type(model).forward)
     return position is not None and len(args) > position and args[position] is not None

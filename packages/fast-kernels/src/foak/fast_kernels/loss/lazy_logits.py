@@ -121,6 +121,7 @@ class LazyLogits(torch.Tensor):
             UnsupportedError: the head's weights have changed since the forward.
         """
         if self._real is None:
+            self._refuse_foreign_graph()
             waiting = [self.root]
             while waiting:
                 member = waiting.pop()
@@ -128,6 +129,19 @@ class LazyLogits(torch.Tensor):
                 waiting.extend(member._children)
         assert self._real is not None
         return self._real
+
+    def _refuse_foreign_graph(self) -> None:
+        """Refuse logits that a custom autograd function has returned: its backward would not run."""
+        lazy: LazyLogits | None = self
+        while lazy is not None and torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                foreign = torch.Tensor.grad_fn.__get__(lazy)  # type: ignore[union-attr]
+            if foreign is not None:
+                raise UnsupportedError(
+                    "a custom autograd function was applied to logits that had not been computed, and would be left "
+                    "out of the backward: set fast_loss to true or false"
+                )
+            lazy = lazy._parent
 
     def _compute_from_parent(self) -> None:
         if self._real is not None:
@@ -187,6 +201,7 @@ class LazyLogits(torch.Tensor):
         form = self.scale_and_softcap()
         if self.is_computed or self.dim() != 2 or call.labels.dim() != 1 or form is None:
             return None
+        self._refuse_foreign_graph()
         call = replace(call, logit_scale=form[0], softcap=form[1])
         with torch.set_grad_enabled(self.state.gradients and torch.is_grad_enabled()):
             loss: torch.Tensor = self.head(self.hidden, foak_request=Sealed(HeadRequest(self.state, call)))

@@ -49,11 +49,9 @@ def _is_leaf(lazy: LazyLogits) -> bool:
     return not lazy.requires_grad
 
 
-def _grad_fn(lazy: LazyLogits) -> Any:
-    """Where a gradient would go on: DDP looks whether there is such a place at all."""
-    if not lazy.requires_grad:
-        return None
-    return NotImplemented if lazy.hidden.grad_fn is None else lazy.hidden.grad_fn
+def _grad_fn(lazy: LazyLogits) -> None:
+    """Nothing that was recorded leads here. DDP passes an output on as it is then, and through a function otherwise."""
+    return
 
 
 def _if_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
