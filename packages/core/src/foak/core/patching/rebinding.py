@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def global_names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> frozenset[str]:
     """The global names that a code object and the functions defined inside it load."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= global_names(constant)
-    return names
+    return frozenset(names)
 
 
 def inner_functions(function: types.FunctionType) -> list[types.FunctionType]:
