@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -44,7 +45,7 @@ def structure(module: nn.Module, *, whole_forward: bool = True) -> Hashable:
     attributes = tuple(
         (name, _value(value))
         for name, value in sorted(module.__dict__.items())
-        if not _is_machinery(name) and (name not in _POSITION_ATTRIBUTES or name in read)
+        if name not in _machinery() and (name not in _POSITION_ATTRIBUTES or name in read)
     )
     children = tuple(
         (name, structure(child, whole_forward=whole_forward))
@@ -54,9 +55,10 @@ def structure(module: nn.Module, *, whole_forward: bool = True) -> Hashable:
     return (id(type(module)), id(getattr(forward, "__code__", forward)), tensors, attributes, children)
 
 
-def _is_machinery(name: str) -> bool:
+@functools.cache
+def _machinery() -> frozenset[str]:
     """Attributes of `torch.nn.Module` itself, and the bound forward, which is compared by its code."""
-    return (name in nn.Module().__dict__ and name != "training") or name in ("forward", "_old_forward", "_hf_hook")
+    return frozenset(nn.Module().__dict__) - {"training"} | {"forward", "_old_forward", "_hf_hook"}
 
 
 def _value(value: Any) -> Hashable:
