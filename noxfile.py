@@ -30,7 +30,7 @@ IMPORT_TOOLS = ("import-linter",)
 BUILD_TOOLS = ("hatchling", "editables", "build")
 # For Triton's interpreter, where torch brings no Triton. Not in the constraints: a GPU build of torch requires its own.
 TRITON = "triton==3.9.0"
-EXTRAS = {"foak-core": "train"}
+EXTRAS = {"foak-core": "train", "foak-quantized-peft": "bitsandbytes"}
 
 
 @dataclass(frozen=True)
