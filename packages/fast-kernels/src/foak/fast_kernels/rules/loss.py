@@ -54,8 +54,8 @@ class LossWithoutLogits:
             return None
         if type(module).forward is not nn.Linear.forward:
             raise NotApplicable(f"the output head is a {type(module).__name__}, not a plain linear layer")
-        weight = module._parameters.get("weight")
-        if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
+        # A parameter made of a tensor subclass is of that subclass.
+        if type(module._parameters.get("weight")) is not nn.Parameter:
             raise NotApplicable("the output head's weight is not a plain parameter")
         return "the output head"
 
