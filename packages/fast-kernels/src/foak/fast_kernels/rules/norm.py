@@ -54,11 +54,6 @@ class Formula:
     parameters: tuple[str, ...]
     autocast_widens: bool = False
 
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel."""
-        return "layer_norm" if self.subtracts_mean else "rms_norm"
-
     def __call__(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Compute the norm by the kernel; ``x`` is ``[..., H]``."""
         weight: Any = norm.weight if "weight" in self.parameters else None
@@ -182,7 +177,6 @@ class NormRule:
             match=match_formula,
             sample=sample,
             build=self.build,
-            kernel="layer_norm" if subtracts_mean else "rms_norm",
             key=key,
             more_samples=more_samples,
         )
