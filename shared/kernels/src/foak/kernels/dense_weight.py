@@ -64,7 +64,7 @@ def _declared(name: str) -> DenseWeight | None:
 
 
 def _decode_linear(layer: nn.Module, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    weight: Tensor = layer.weight.detach()  # type: ignore[union-attr, operator, assignment]
+    weight: Tensor = layer.weight.detach()
     return weight.to(dtype) if out is None else out.copy_(weight)
 
 
