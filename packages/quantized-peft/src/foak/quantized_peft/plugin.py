@@ -1,167 +1,69 @@
-"""The plugin for `peft.quantization.bitsandbytes` and `peft.quantization.auto_gptq`."""
+"""The plugin for `peft.quantization.bitsandbytes` and `peft.quantization.auto_gptq`.
+
+Each section is the work of one sub-package: its `loading` module has the keys (`KEYS`), the check before anything is
+loaded (`check`), the loader (`load_model`), what `apply` looks at (`augment`) and what `foak doctor` shows (`diagnose`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
-from foak.core.errors import UnsupportedError
-from foak.core.plugin import AccelerationPlugin, Key, Section, require_package
+from foak.core.errors import ConfigError
+from foak.core.plugin import AccelerationPlugin, Section
+from foak.quantized_peft.bitsandbytes import loading as bitsandbytes
+from foak.quantized_peft.gptq import loading as gptq
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
 __all__ = ["QuantizedPeftPlugin"]
 
-BITSANDBYTES = "peft.quantization.bitsandbytes"
-AUTO_GPTQ = "peft.quantization.auto_gptq"
-
-_DTYPES = ("float32", "bfloat16", "float16")
+_SECTIONS: dict[str, ModuleType] = {bitsandbytes.PATH: bitsandbytes, gptq.PATH: gptq}
 
 
 class QuantizedPeftPlugin(AccelerationPlugin):
-    """Loads a model with 4-bit weights, as the frozen base of a LoRA.
-
-    Loading is transformers' own, through `BitsAndBytesConfig`; this plugin adds no kernel to it.
-    """
+    """Loads a model with quantized weights, as the frozen base of a LoRA."""
 
     name = "quantized-peft"
-    any_of = (BITSANDBYTES, AUTO_GPTQ)
+    any_of = tuple(_SECTIONS)
     requires = ("peft",)
     order = 10
     loads = True
-    keys = (
-        Key("quant_type", ("nf4", "fp4"), "the 4-bit code", default="nf4", under=(BITSANDBYTES,)),
-        Key(
-            "no_peft_model",
-            (True, False),
-            "false: apply refuses a 4-bit model without an adapter; true: it takes one",
-            default=False,
-            under=(BITSANDBYTES,),
-        ),
-        Key("double_quant", (True, False), "quantize the scales as well", default=True, under=(BITSANDBYTES,)),
-        Key(
-            "compute_dtype",
-            ("auto", *_DTYPES),
-            "dtype that products run in; auto: the dtype the model is loaded with",
-            default="auto",
-            under=(BITSANDBYTES,),
-        ),
-        Key(
-            "storage_dtype",
-            ("uint8", *_DTYPES),
-            "dtype that the packed weights are stored as; FSDP needs that of the other weights",
-            default="uint8",
-            under=(BITSANDBYTES,),
-        ),
-        Key("kernel", (str,), "not in this release", under=(AUTO_GPTQ,)),
-        Key("from_quantized", (True, False), "not in this release", under=(AUTO_GPTQ,)),
-        Key("use_external_lib", (True, False), "not in this release", under=(AUTO_GPTQ,)),
-    )
+    keys = (*bitsandbytes.KEYS, *gptq.KEYS)
 
     @classmethod
     def from_config(cls, section: Section) -> Self:
         """Checks what can be checked before a model is loaded.
 
         Raises:
-            UnsupportedError: the section `auto_gptq` is present.
-            ConfigError: bitsandbytes is not installed.
+            ConfigError: both sections are present, or a package that the section needs is not installed.
+            UnsupportedError: the section asks for what cannot work here.
         """
-        if AUTO_GPTQ in section.paths:
-            where = f"{section.source or 'configuration'}: {section.root}"
-            raise UnsupportedError(
-                f"{where}.{AUTO_GPTQ} cannot be served: foak-quantized-peft 0.1 loads bitsandbytes weights only; use "
-                f"{section.root}.{BITSANDBYTES} with the unquantized model"
+        if len(section.paths) > 1:
+            both = " and ".join(f"{section.root}.{path}" for path in section.paths)
+            raise ConfigError(
+                f"{section.source or 'configuration'}: {both} exclude each other, because a model is quantized in one "
+                "way: keep one of them"
             )
-        require_package("bitsandbytes", f"{section.root}.{BITSANDBYTES}", "foak-quantized-peft[bitsandbytes]")
+        _kind(section).check(section)
         return cls(section)
 
     def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
-        """Loads a causal language model with its linear layers in 4 bits (the head and embeddings stay as they are).
-
-        Args:
-            name_or_path: folder or hub id of an unquantized model, or of one that bitsandbytes has already quantized
-                in the same way.
-            **kwargs: further arguments of `from_pretrained`. `dtype` is that of the weights that stay, and of the
-                products where `compute_dtype` is auto (the checkpoint's own if no `dtype` is given).
-
-        Raises:
-            UnsupportedError: the checkpoint is quantized in another way, or a second quantization is asked for.
-        """
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
-
-        path = f"{self.section.root}.{BITSANDBYTES}"
-        for name in ("gguf_file", "quantization_config", "load_in_4bit", "load_in_8bit"):
-            if kwargs.get(name):
-                raise UnsupportedError(f"{path} cannot be combined with the argument {name} of load_model; remove one")
-        source = {
-            name: kwargs[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in kwargs
-        }
-        config = AutoConfig.from_pretrained(name_or_path, **source)
-        compute = self.section["compute_dtype"]
-        if compute == "auto":
-            compute = kwargs.get("dtype", "auto")
-        if compute == "auto":
-            compute = config.dtype or torch.bfloat16
-        stored = getattr(config, "quantization_config", None)
-        if stored is None:
-            kwargs["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-                load_in_4bit=True,
-                bnb_4bit_quant_type=self.section["quant_type"],
-                bnb_4bit_use_double_quant=self.section["double_quant"],
-                bnb_4bit_compute_dtype=compute,
-                bnb_4bit_quant_storage=getattr(torch, self.section["storage_dtype"]),
-            )
-        else:
-            # transformers prefers the checkpoint's own settings to given ones, so all of them must agree, but for the
-            # compute dtype, which is no property of the stored weights.
-            stored = dict(stored) if isinstance(stored, dict) else stored.to_dict()
-            self._check_checkpoint(name_or_path, stored)
-            stored["bnb_4bit_compute_dtype"] = str(compute).removeprefix("torch.")
-            config.quantization_config = stored
-            kwargs["config"] = config
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+        """Loads a causal language model in the way of the section; see `load_model` of its `loading` module."""
+        model: PreTrainedModel = _kind(self.section).load_model(self.section, name_or_path, **kwargs)
         return model
 
     def augment(self, model: PreTrainedModel, train_args: TrainingArguments | None, peft_config: Any | None) -> None:
-        """Refuses a 4-bit model that has no adapter, unless `no_peft_model` says that this is meant.
-
-        Raises:
-            UnsupportedError: nothing in the model could be trained.
-        """
-        if self.section["no_peft_model"] or peft_config is not None or not getattr(model, "is_loaded_in_4bit", False):
-            return
-        raise UnsupportedError(
-            f"The model's weights are in 4 bits and it has no adapter, so nothing could train: add a LoRA with PEFT "
-            f"before apply, give its peft_config, or set {self.section.key('no_peft_model')} to true"
-        )
+        """Checks the model against the section; see `augment` of its `loading` module."""
+        _kind(self.section).augment(self.section, model, train_args, peft_config)
 
     @classmethod
     def diagnose(cls) -> Sequence[tuple[str, str]]:
         """Which quantized bases can be loaded here."""
-        try:
-            found = f"bitsandbytes {metadata.version('bitsandbytes')}: nf4 and fp4 can be loaded"
-        except metadata.PackageNotFoundError:
-            found = "bitsandbytes is not installed: pip install 'foak-quantized-peft[bitsandbytes]'"
-        return (("4-bit base", found), ("GPTQ base", "not in this release"))
+        return tuple(row for kind in _SECTIONS.values() for row in kind.diagnose())
 
-    def _check_checkpoint(self, name: str, stored: dict[str, Any]) -> None:
-        """Refuses a checkpoint whose own quantization is not the one asked for."""
-        if stored.get("quant_method") != "bitsandbytes" or not stored.get("load_in_4bit"):
-            kind = "8-bit bitsandbytes" if stored.get("load_in_8bit") else stored.get("quant_method")
-            raise UnsupportedError(
-                f"{name} is already quantized ({kind}), and {self.section.root}.{BITSANDBYTES} takes an unquantized "
-                "model or one in 4-bit bitsandbytes"
-            )
-        for key, field in (
-            ("quant_type", "bnb_4bit_quant_type"),
-            ("double_quant", "bnb_4bit_use_double_quant"),
-            ("storage_dtype", "bnb_4bit_quant_storage"),
-        ):
-            if stored.get(field) != self.section[key]:
-                raise UnsupportedError(
-                    f"{name} is stored with {key} {stored.get(field)}, but {self.section.key(key)} is "
-                    f"{self.section[key]}; set the key to the checkpoint's value"
-                )
+
+def _kind(section: Section) -> ModuleType:
+    return _SECTIONS[section.paths[0]]

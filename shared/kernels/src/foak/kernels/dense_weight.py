@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def _declared(name: str) -> DenseWeight | None:
 
 
 def _decode_linear(layer: nn.Module, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    weight: Tensor = layer.weight.detach()
+    weight = cast(Tensor, layer.weight).detach()
     return weight.to(dtype) if out is None else out.copy_(weight)
 
 
