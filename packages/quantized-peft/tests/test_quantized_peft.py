@@ -147,6 +147,12 @@ def test_gptq_is_refused_naming_its_section() -> None:
         framework({"kernel": "triton_v2", "from_quantized": True}, "auto_gptq")
 
 
+def test_two_quantizations_of_one_model_are_refused_naming_both_sections() -> None:
+    tree = {"plugins": {"peft": {"quantization": {"bitsandbytes": {}, "auto_gptq": {}}}}}
+    with pytest.raises(ConfigError, match=r"quantization\.bitsandbytes and plugins\.peft\.quantization\.auto_gptq"):
+        AccelerationFramework(tree, plugins=[QuantizedPeftPlugin])
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

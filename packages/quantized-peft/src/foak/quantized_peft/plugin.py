@@ -1,7 +1,8 @@
 """The plugin for `peft.quantization.bitsandbytes` and `peft.quantization.auto_gptq`.
 
-Each section is the work of one sub-package: its `loading` module has the keys (`KEYS`), the check before anything is
-loaded (`check`), the loader (`load_model`), what `apply` looks at (`augment`) and what `foak doctor` shows (`diagnose`).
+Each section is the work of one sub-package: its `loading` module has the path and keys (`PATH`, `KEYS`), the check
+before anything is loaded (`check`), the loader (`load_model`), what `apply` looks at (`augment`) and what `foak doctor`
+shows (`diagnose`).
 """
 
 from __future__ import annotations

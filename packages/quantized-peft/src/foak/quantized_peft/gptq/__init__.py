@@ -1,0 +1,1 @@
+"""GPTQ checkpoints as the base of a LoRA."""
