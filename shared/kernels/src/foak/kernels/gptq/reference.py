@@ -1,0 +1,39 @@
+"""The decoder of GPTQ's format in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+
+def dequantize_gptq_reference(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None,
+    bits: int,
+    group_size: int | None,
+    in_features: int,
+    zero_offset: int,
+) -> Tensor:
+    """See `foak.kernels.dequantize_gptq`; the result is `[out_features, in_features]` float32, not yet rounded."""
+    if g_idx is None:
+        assert group_size is not None
+        g_idx = torch.arange(in_features, device=qweight.device) // group_size
+    codes = _fields(qweight.t(), bits, in_features)
+    zeros = (_fields(qzeros, bits, scales.shape[1]) + zero_offset) % 2**bits
+    difference = codes - zeros.t().index_select(1, g_idx)
+    return scales.t().float().index_select(1, g_idx).mul_(difference)
+
+
+def _fields(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` values of `bits` bits in each row of `words` [rows, W] int32: [rows, count] int32."""
+    first = torch.arange(count, device=words.device) * bits
+    shifts = (first % 32).to(torch.int32)
+    found = words.index_select(1, first // 32) >> shifts  # copies of the sign come in above: the mask takes them off
+    if 32 % bits != 0:
+        last = words.index_select(1, (first + bits - 1) // 32)
+        # The value's upper part, where it crosses: shifting by 32 - shift. Elsewhere the word itself is whole.
+        below = (32 - shifts).clamp(max=31)
+        crosses = shifts + bits > 32
+        lower = found & ((1 << below) - 1)
+        found = torch.where(crosses, lower | (last << below), found)
+    return found & (2**bits - 1)
