@@ -8,7 +8,7 @@ import bitsandbytes
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from foak.core import AccelerationFramework, ConfigError, UnsupportedError
 from foak.quantized_peft.plugin import QuantizedPeftPlugin
@@ -19,24 +19,6 @@ LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAU
 def framework(section: dict[str, object] | None = None, name: str = "bitsandbytes") -> AccelerationFramework:
     tree = {"plugins": {"peft": {"quantization": {name: {"quant_type": "nf4"} if section is None else section}}}}
     return AccelerationFramework(tree, plugins=[QuantizedPeftPlugin])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama, saved in float32."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -62,7 +62,7 @@ def dequantize_nf4(
 
     Returns:
         The values: the product in fp32, rounded once to `dtype`. It has no gradient. Nothing is synchronised. The bits
-        are those of bitsandbytes' `dequantize_4bit`.
+        are those of bitsandbytes' `dequantize_4bit` (the README says which zero is not).
 
     Raises:
         ValueError: a shape, dtype, block size or memory layout is not one of those above.
