@@ -201,11 +201,12 @@ def _with_nan_around(tensor: Tensor, length: int) -> Tensor:
 
 
 def make_interpreter_round_bf16() -> None:
-    """Makes Triton's interpreter convert fp32 to bf16 as GPUs do, to the nearest, ties to even.
+    """Makes Triton's interpreter treat bf16 as GPUs do: rounded to the nearest, ties to even, multiplied by value.
 
-    The interpreter cuts the lower half off instead, which doubles the error of every bf16 result and would call for a
-    wider tolerance there than on the device. For test sessions under `TRITON_INTERPRET=1`; it changes Triton's own
-    class for the rest of the process, and does nothing when called again.
+    The interpreter cuts the lower half off an fp32 number instead, which doubles the error of every bf16 result and
+    would call for a wider tolerance there than on the device; and `tl.dot` multiplies the bits of bf16 operands. For
+    test sessions under `TRITON_INTERPRET=1`; it changes Triton's own class for the rest of the process, and does
+    nothing when called again.
     """
     import numpy as np
     import triton.language as tl
@@ -229,5 +230,12 @@ def make_interpreter_round_bf16() -> None:
             return interpreter.TensorHandle(data, target)
         return truncating(self, src, dst_type)
 
+    multiplying_bits = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = (cast_impl(self, t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
+        return multiplying_bits(self, *wide, *rest)
+
     cast_impl.rounds_bf16 = True  # type: ignore[attr-defined]
     builder.cast_impl = cast_impl
+    builder.create_dot = create_dot

@@ -1,0 +1,296 @@
+"""The thin products of LoRA as Triton kernels: each reads its wide operand once and is bound by that.
+
+`project` shortens rows: from [N, K] to rank. `reduce_rows` sums over rows: from [N, K] to [rank, K], and adds the
+adapters' share to the input's gradient in the same pass. Both apply dropout masks on the way (`dropout.py`), for up to
+`GROUP` adapters that share the wide operand.
+
+A factor of more bits than the wide operand (fp32 beside bf16) is split into `PARTS` numbers of the narrow dtype that
+add up to it, each multiplied on the tensor cores: 3 bf16 parts hold all 24 bits of an fp32 number.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foak.kernels._rows import row_view
+from foak.kernels.launch import multiprocessor_count, on_device_of
+from foak.kernels.lora.dropout import COLUMNS_PER_CALL, ROUNDS, threshold_of
+
+GROUP = 3
+"""Adapters of one launch: query, key and value."""
+
+_COLUMNS_PER_CALL = tl.constexpr(COLUMNS_PER_CALL)
+_ROUNDS = tl.constexpr(ROUNDS)
+
+
+@triton.jit
+def _kept(seed, stream, rows, first_column, threshold, BLOCK: tl.constexpr):
+    """Which of [rows, BLOCK] elements are kept; `first_column` is a multiple of 8."""
+    groups = (tl.arange(0, BLOCK // _COLUMNS_PER_CALL) + first_column // _COLUMNS_PER_CALL).to(tl.uint32)
+    row = rows.to(tl.uint32)[:, None] + tl.zeros_like(groups)[None, :]
+    group = groups[None, :] + tl.zeros_like(row)
+    zero = tl.zeros_like(row)
+    w0, w1, w2, w3 = tl.philox(seed, row, group, zero + stream.to(tl.uint32), zero, n_rounds=_ROUNDS)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    numbers = tl.join(words, (words << 16) | (words >> 16))
+    return numbers.reshape(rows.shape[0], BLOCK) >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def _split_dot(narrow, factor, acc, PARTS: tl.constexpr):
+    """acc + narrow @ factor, `factor` in `PARTS` parts of `narrow`'s dtype."""
+    part = factor.to(narrow.dtype)
+    acc = tl.dot(narrow, part, acc)
+    for _ in tl.static_range(1, PARTS):
+        factor = factor.to(tl.float32) - part.to(tl.float32)
+        part = factor.to(narrow.dtype)
+        acc = tl.dot(narrow, part, acc)
+    return acc
+
+
+@triton.jit
+def _project_one(
+    x, acc, factor_ptr, columns, seed, stream, rows, first, threshold,
+    K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, STRIDE_R: tl.constexpr, STRIDE_K: tl.constexpr,
+    DROPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    if DROPS:
+        x = tl.where(_kept(seed, stream, rows, first, threshold, BLOCK_K), x, 0.0)
+    ranks = tl.arange(0, R)
+    mask = (columns < K)[:, None] & (ranks < RANK)[None, :]
+    offsets = columns.to(tl.int64)[:, None] * STRIDE_K + ranks[None, :] * STRIDE_R
+    return _split_dot(x, tl.load(factor_ptr + offsets, mask=mask, other=0.0), acc, PARTS)
+
+
+@triton.jit(do_not_specialize=["row_count", "seed", "threshold0", "threshold1", "threshold2"])
+def _project_kernel(
+    x_ptr,  # rows of K, x_stride apart
+    factor0_ptr, factor1_ptr, factor2_ptr,  # each element (rank, k) at rank * STRIDE_R + k * STRIDE_K
+    out_ptr,  # [COUNT, row_count, R], fp32
+    row_count, x_stride, seed,
+    threshold0, threshold1, threshold2,
+    scale0, scale1, scale2,
+    K: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, R: tl.constexpr,
+    STRIDE_R: tl.constexpr, STRIDE_K: tl.constexpr, COUNT: tl.constexpr,
+    DROPS0: tl.constexpr, DROPS1: tl.constexpr, DROPS2: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = rows < row_count
+    acc0 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
+    acc1 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
+    acc2 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
+    for first in range(0, K, BLOCK_K):
+        columns = first + tl.arange(0, BLOCK_K)
+        mask = in_rows[:, None] & (columns < K)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+        acc0 = _project_one(
+            x, acc0, factor0_ptr, columns, seed, tl.full([], 0, tl.int32), rows, first, threshold0,
+            K, RANK0, R, STRIDE_R, STRIDE_K, DROPS0, PARTS, BLOCK_K,
+        )  # fmt: skip
+        if COUNT > 1:
+            acc1 = _project_one(
+                x, acc1, factor1_ptr, columns, seed, tl.full([], 1, tl.int32), rows, first, threshold1,
+                K, RANK1, R, STRIDE_R, STRIDE_K, DROPS1, PARTS, BLOCK_K,
+            )  # fmt: skip
+        if COUNT > 2:
+            acc2 = _project_one(
+                x, acc2, factor2_ptr, columns, seed, tl.full([], 2, tl.int32), rows, first, threshold2,
+                K, RANK2, R, STRIDE_R, STRIDE_K, DROPS2, PARTS, BLOCK_K,
+            )  # fmt: skip
+    out = out_ptr + rows[:, None] * R + tl.arange(0, R)[None, :]
+    tl.store(out, acc0 * scale0, mask=in_rows[:, None])
+    member = tl.cast(row_count, tl.int64) * R
+    if COUNT > 1:
+        tl.store(out + member, acc1 * scale1, mask=in_rows[:, None])
+    if COUNT > 2:
+        tl.store(out + 2 * member, acc2 * scale2, mask=in_rows[:, None])
+
+
+@triton.jit
+def _load_factor(a_ptr, columns, K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr):
+    ranks = tl.arange(0, R)
+    mask = (ranks < RANK)[:, None] & (columns < K)[None, :]
+    return tl.load(a_ptr + ranks[:, None] * K + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _reduce_one(
+    x, dx, acc, z_ptr, a, seed, stream, rows, in_rows, first, threshold,
+    R: tl.constexpr, DROPS: tl.constexpr, NEEDS_DX: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One adapter's part of a tile: its factor's gradient, and what it adds to the input's gradient."""
+    z = tl.load(z_ptr + rows[:, None] * R + tl.arange(0, R)[None, :], mask=in_rows[:, None], other=0.0)
+    kept = in_rows[:, None]
+    if DROPS:
+        kept = _kept(seed, stream, rows, first, threshold, BLOCK_K)
+        x = tl.where(kept, x, 0.0)
+    part = z.to(x.dtype)
+    acc = tl.dot(tl.trans(part), x, acc)
+    for _ in tl.static_range(1, PARTS):
+        z = z - part.to(tl.float32)
+        part = z.to(x.dtype)
+        acc = tl.dot(tl.trans(part), x, acc)
+    if NEEDS_DX:
+        z = tl.load(z_ptr + rows[:, None] * R + tl.arange(0, R)[None, :], mask=in_rows[:, None], other=0.0)
+        share = tl.zeros([x.shape[0], BLOCK_K], dtype=tl.float32)
+        part = z.to(x.dtype)
+        for index in tl.static_range(PARTS):  # z's parts from coarse to fine, with as many of the factor's as matter
+            share = _split_dot(part, a, share, PARTS - index)
+            if index + 1 < PARTS:
+                z = z - part.to(tl.float32)
+                part = z.to(x.dtype)
+        if DROPS:
+            share = tl.where(kept, share, 0.0)
+        dx += share
+    return dx, acc
+
+
+@triton.jit(do_not_specialize=["row_count", "seed", "threshold0", "threshold1", "threshold2"])
+def _reduce_kernel(
+    x_ptr,  # rows of K, x_stride apart
+    z_ptr,  # [COUNT, row_count, R], fp32
+    a0_ptr, a1_ptr, a2_ptr,  # each [RANK, K]
+    dx_ptr,  # [row_count, K], added to
+    partial_ptr,  # [programs along rows, COUNT, R, K], fp32
+    row_count, x_stride, seed,
+    threshold0, threshold1, threshold2,
+    K: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, R: tl.constexpr,
+    COUNT: tl.constexpr, DROPS0: tl.constexpr, DROPS1: tl.constexpr, DROPS2: tl.constexpr, NEEDS_DX: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_K
+    columns = first + tl.arange(0, BLOCK_K)
+    in_row = columns < K
+    acc0 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
+    acc1 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
+    acc2 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
+    a0, a1, a2 = acc0, acc0, acc0
+    if NEEDS_DX:
+        a0 = _load_factor(a0_ptr, columns, K, RANK0, R).to(tl.float32)
+        if COUNT > 1:
+            a1 = _load_factor(a1_ptr, columns, K, RANK1, R).to(tl.float32)
+        if COUNT > 2:
+            a2 = _load_factor(a2_ptr, columns, K, RANK2, R).to(tl.float32)
+    member = tl.cast(row_count, tl.int64) * R
+    for start in range(tl.program_id(1) * BLOCK_N, row_count, tl.num_programs(1) * BLOCK_N):
+        rows = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
+        in_rows = rows < row_count
+        mask = in_rows[:, None] & in_row[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+        dx = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        places = dx_ptr + rows[:, None] * K + columns[None, :]
+        if NEEDS_DX:
+            dx = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        dx, acc0 = _reduce_one(
+            x, dx, acc0, z_ptr, a0, seed, tl.full([], 0, tl.int32), rows, in_rows, first, threshold0,
+            R, DROPS0, NEEDS_DX, PARTS, BLOCK_K,
+        )  # fmt: skip
+        if COUNT > 1:
+            dx, acc1 = _reduce_one(
+                x, dx, acc1, z_ptr + member, a1, seed, tl.full([], 1, tl.int32), rows, in_rows, first, threshold1,
+                R, DROPS1, NEEDS_DX, PARTS, BLOCK_K,
+            )  # fmt: skip
+        if COUNT > 2:
+            dx, acc2 = _reduce_one(
+                x, dx, acc2, z_ptr + 2 * member, a2, seed, tl.full([], 2, tl.int32), rows, in_rows, first, threshold2,
+                R, DROPS2, NEEDS_DX, PARTS, BLOCK_K,
+            )  # fmt: skip
+        if NEEDS_DX:
+            tl.store(places, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    out = partial_ptr + tl.program_id(1).to(tl.int64) * COUNT * R * K + tl.arange(0, R)[:, None] * K + columns[None, :]
+    tl.store(out, acc0, mask=in_row[None, :])
+    if COUNT > 1:
+        tl.store(out + R * K, acc1, mask=in_row[None, :])
+    if COUNT > 2:
+        tl.store(out + 2 * R * K, acc2, mask=in_row[None, :])
+
+
+def project(
+    x: Tensor,
+    factors: Sequence[Tensor],
+    scales: Sequence[float],
+    drops: Sequence[float],
+    seed: int,
+    parts: int,
+    rank: int,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """`scale_i * (mask_i * x) @ factor_i.T` for every factor: [M, N, rank] fp32, zeros beyond a factor's own rank.
+
+    Args:
+        x: [N, K], unit stride in K.
+        factors: 1 to `GROUP` of [rank_i, K] (or [K, rank_i] with `transposed`), contiguous.
+        scales: one number each.
+        drops: the dropout probability of each; 0 leaves x as it is.
+        seed: of the masks.
+        parts: into how many numbers of x's dtype a factor is split.
+        rank: a power of two, at least 16 and at least every rank.
+        transposed: whether a factor's rank is its last dimension.
+    """
+    count = len(factors)
+    rows, stride = row_view(x, x.shape[-1])
+    rank_dim = 1 if transposed else 0
+    ranks = [factor.shape[rank_dim] for factor in factors]
+    length = x.shape[-1]
+    out = x.new_empty((count, rows.shape[0], rank), dtype=torch.float32)
+    sms = multiprocessor_count(x)
+    block = next(size for size in (64, 32, 16) if size == 16 or rows.shape[0] >= size * sms // 2)
+    fill = GROUP - count
+    thresholds = [threshold_of(p) for p in drops] + [0] * fill
+    with on_device_of(x):
+        _project_kernel[(-(-rows.shape[0] // block),)](
+            rows, *factors, *[factors[0]] * fill, out, rows.shape[0], stride, seed,
+            *thresholds, *scales, *[1.0] * fill,
+            K=length, RANK0=ranks[0], RANK1=(*ranks, 1, 1)[1], RANK2=(*ranks, 1, 1)[2], R=rank,
+            STRIDE_R=1 if transposed else length, STRIDE_K=ranks[0] if transposed else 1, COUNT=count,
+            DROPS0=drops[0] > 0, DROPS1=count > 1 and drops[1] > 0, DROPS2=count > 2 and drops[2] > 0,
+            PARTS=parts, BLOCK_N=block, BLOCK_K=128 if rank <= 64 else 64, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+def reduce_rows(
+    x: Tensor,
+    z: Tensor,
+    drops: Sequence[float],
+    seed: int,
+    parts: int,
+    *,
+    factors: Sequence[Tensor] = (),
+    dx: Tensor | None = None,
+) -> Tensor:
+    """`z_i.T @ (mask_i * x)` for every adapter: [M, R, K] fp32, summed in the same order every time.
+
+    Args:
+        x: [N, K], unit stride in K.
+        z: [M, N, R] fp32.
+        drops: their dropout probabilities.
+        seed: of the masks.
+        parts: into how many numbers of x's dtype z is split.
+        factors: with `dx`, the adapters' [rank_i, K].
+        dx: [N, K] contiguous; `mask_i * (z_i @ factor_i)` is added to it in place, in fp32, rounded once.
+    """
+    count, row_count, rank = z.shape
+    rows, stride = row_view(x, x.shape[-1])
+    length = x.shape[-1]
+    block_n, block_k = (64, 128) if rank <= 32 else (32, 64)
+    blocks = -(-length // block_k)
+    splits = max(1, min(-(-row_count // block_n), 4 * multiprocessor_count(x) // blocks))
+    partial = x.new_empty((splits, count, rank, length), dtype=torch.float32)
+    given = list(factors) if dx is not None else [z] * count
+    ranks = [factor.shape[0] for factor in factors] if dx is not None else [1] * count
+    fill = GROUP - count
+    with on_device_of(x):
+        _reduce_kernel[(blocks, splits)](
+            rows, z, *given, *[given[0]] * fill, rows if dx is None else dx, partial,
+            row_count, stride, seed, *[threshold_of(p) for p in drops], *[0] * fill,
+            K=length, RANK0=ranks[0], RANK1=(*ranks, 1, 1)[1], RANK2=(*ranks, 1, 1)[2], R=rank, COUNT=count,
+            DROPS0=drops[0] > 0, DROPS1=count > 1 and drops[1] > 0, DROPS2=count > 2 and drops[2] > 0,
+            NEEDS_DX=dx is not None, PARTS=parts, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return partial.sum(dim=0)

@@ -1,0 +1,336 @@
+"""`lora_linear` and layers that share an input, against fp64 with the same dropout masks: values and gradients."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from foak.kernels import LoraMember, lora_linear, promise_lora_linears
+from foak.kernels.lora import concatenation, dropout
+from foak.kernels.lora.dropout import keep_mask
+from foak.kernels.testing import LAYOUTS, assert_close_to_fp64, evaluate, laid_out, random_upstream, tolerance
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROBABILITIES = (0.0, 0.1, 0.5)
+SEED = 0x123456789ABCDEF
+
+
+def leaf(*shape: int, dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device).requires_grad_()
+
+
+@pytest.fixture
+def seed(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The seed that the next call draws."""
+    monkeypatch.setattr("foak.kernels.lora.autograd.draw_seed", lambda: SEED)
+    return SEED
+
+
+def wide_reference(weights: list[Tensor], scalings: list[float], drops: list[float], biases: list[Tensor | None]):  # type: ignore[no-untyped-def]
+    """The definition, for fp64 operands: what PEFT computes, with given masks."""
+
+    def run(x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        rows = x.reshape(-1, x.shape[-1])
+        outputs = []
+        for index, (weight, scaling, p, bias) in enumerate(zip(weights, scalings, drops, biases, strict=True)):
+            a, b = factors[2 * index : 2 * index + 2]
+            kept = rows * keep_mask(SEED, index, *rows.shape, p, x.device) / (1 - p) if p else rows
+            y = rows @ weight.double().t() + scaling * (kept @ a.t()) @ b.t()
+            outputs.append((y if bias is None else y + bias.double()).view(*x.shape[:-1], -1))
+        return tuple(outputs)
+
+    return run
+
+
+def check(
+    dtype: torch.dtype,
+    factor_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    shape: tuple[int, ...] = (2, 9, 72),
+    sizes: tuple[int, ...] = (40,),
+    ranks: tuple[int, ...] = (4,),
+    drops: tuple[float, ...] = (0.0,),
+    has_bias: bool = False,
+    rounds_factors: bool = False,
+    layout: str = "contiguous",
+) -> None:
+    """Outputs and the gradients of x, A and B of layers of the given sizes on one input."""
+    length = shape[-1]
+    x = laid_out(leaf(*shape, dtype=dtype, device=device, seed=1).detach(), layout).requires_grad_()
+    weights = [leaf(o, length, dtype=dtype, device=device, seed=10 + o).detach() for o in sizes]
+    biases = [leaf(o, dtype=dtype, device=device, seed=20 + o).detach() if has_bias else None for o in sizes]
+    factors = []
+    for index, (size, rank) in enumerate(zip(sizes, ranks, strict=True)):
+        factors.append(leaf(rank, length, dtype=factor_dtype, device=device, seed=30 + index, scale=0.5))
+        factors.append(leaf(size, rank, dtype=factor_dtype, device=device, seed=40 + index, scale=0.5))
+    scalings = [2.0, 0.75, 1.0][: len(sizes)]
+
+    def run(x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        members = [
+            LoraMember(weight.to, weight.shape[0], factors[2 * i], factors[2 * i + 1], scaling, p, bias)
+            for i, (weight, scaling, p, bias) in enumerate(zip(weights, scalings, drops, biases, strict=True))
+        ]
+        promises = promise_lora_linears(x, members, rounds_factors=rounds_factors)
+        return tuple(promise.fulfil() for promise in reversed(promises))[::-1]
+
+    upstream = random_upstream()
+    actual = evaluate(run, [x, *factors], upstream)
+    wide = [t.detach().double().requires_grad_() for t in (x, *factors)]
+    reference = wide_reference(weights, scalings, list(drops), biases)
+    expected = evaluate(reference, wide, lambda i, _: upstream(i, actual.outputs[i]).double())
+    # A factor that is rounded to the narrow dtype, and z and dz likewise, each leave one more rounding in what follows.
+    narrow_factors = rounds_factors or factor_dtype is dtype
+    for got, want in zip(actual.outputs, expected.outputs, strict=True):
+        assert got.dtype is dtype
+        assert_close_to_fp64(got, want, reduction_length=length, roundings=4 if narrow_factors else 1)
+    for index, (given, got_, want_) in enumerate(zip((x, *factors), actual.gradients, expected.gradients, strict=True)):
+        assert got_ is not None
+        assert want_ is not None
+        assert got_.dtype is given.dtype
+        rounded_to = dtype if index == 0 or narrow_factors else None
+        # the input's gradient is summed over the layers in the narrow dtype, and the adapters' part is added to it
+        roundings = len(sizes) + 4 if index == 0 else 4
+        assert_close_to_fp64(
+            got_,
+            want_,
+            reduction_length=max(length, *sizes, x[..., 0].numel()),
+            roundings=roundings,
+            rounded_to=rounded_to,
+            name=f"gradient {index}",
+        )
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize(
+    ("dtype", "factor_dtype"), [*((d, d) for d in DTYPES), *((d, torch.float32) for d in DTYPES[1:])]
+)
+def test_values_and_gradients(
+    dtype: torch.dtype,
+    factor_dtype: torch.dtype,
+    p: float,
+    backend: str,
+    device: torch.device,
+    seed: int,
+    poisoned: None,
+) -> None:
+    check(dtype, factor_dtype, device, drops=(p,))
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+def test_factors_rounded_as_autocast_does(
+    p: float, backend: str, device: torch.device, seed: int, poisoned: None
+) -> None:
+    check(torch.bfloat16, torch.float32, device, drops=(p,), rounds_factors=True)
+
+
+@pytest.mark.parametrize("drops", [(0.0, 0.0, 0.0), (0.1, 0.5, 0.0), (0.0, 0.1, 0.1)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layers_on_one_input(
+    drops: tuple[float, ...], has_bias: bool, backend: str, device: torch.device, seed: int, poisoned: None
+) -> None:
+    """Of unequal sizes and ranks, fulfilled in another order than promised."""
+    check(torch.bfloat16, torch.bfloat16, device, sizes=(40, 8, 72), ranks=(4, 16, 20), drops=drops, has_bias=has_bias)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layouts(layout: str, backend: str, device: torch.device, seed: int, poisoned: None) -> None:
+    check(torch.bfloat16, torch.float32, device, drops=(0.5,), layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "rank"), [((1, 8), 8, 1), ((3, 7), 5, 3), ((1, 1, 130), 33, 17), ((150, 64), 264, 64)]
+)
+def test_sizes(
+    shape: tuple[int, ...], size: int, rank: int, backend: str, device: torch.device, seed: int, poisoned: None
+) -> None:
+    """Sizes that fill no tile, whose rows cannot be addressed by the memory unit, and that need several tiles."""
+    check(torch.bfloat16, torch.float32, device, shape=shape, sizes=(size,), ranks=(rank,), drops=(0.1,), has_bias=True)
+
+
+@pytest.mark.parametrize(("parts", "has_bias"), itertools.product([1, 3], [True, False]))
+def test_concatenated_operands_give_the_same(parts: int, has_bias: bool, device: torch.device) -> None:
+    x, weight = (
+        leaf(*s, dtype=torch.bfloat16, device=device, seed=i).detach() for i, s in enumerate([(9, 72), (40, 72)])
+    )
+    z, b = (leaf(*s, dtype=torch.float32, device=device, seed=i).detach() for i, s in enumerate([(9, 16), (40, 5)]))
+    z[:, 5:] = 0
+    bias = leaf(40, dtype=torch.bfloat16, device=device, seed=5).detach() if has_bias else None
+    y = concatenation.product(x, weight, z, b, bias, parts)
+    exact = x.double() @ weight.double().t() + z[:, :5].double() @ b.double().t()
+    exact = exact if bias is None else exact + bias.double()
+    assert_close_to_fp64(y, exact, reduction_length=72, roundings=3 if parts == 1 else 1)
+
+
+def test_a_small_update_survives_the_rounding(backend: str, device: torch.device) -> None:
+    """The sum is rounded once: an update of a tenth of bf16's last place moves the outputs on average by itself."""
+    x = leaf(64, 64, dtype=torch.bfloat16, device=device, seed=0).detach()
+    weight = leaf(256, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2, scale=0.01).detach() for s in [(4, 64), (256, 4)])
+    delta = (x.double() @ a.double().t()) @ b.double().t()
+    moved = lora_linear(x, weight, a, b).double() - lora_linear(x, weight, a, torch.zeros_like(b)).double()
+    base_first = (x @ weight.t() + (x.float() @ a.t() @ b.t()).bfloat16()).double() - (x @ weight.t()).double()
+    kept = float((moved * delta).sum() / (delta * delta).sum())
+    lost = float((base_first * delta).sum() / (delta * delta).sum())
+    # 16384 outputs of standard deviation 8, delta about 0.002: rounding noise of the two sums leaves 0.2 or so
+    assert abs(kept - 1) < 0.5
+    assert lost < 0.7
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_gives_the_same_masks(use_reentrant: bool, backend: str, device: torch.device) -> None:
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0)
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2) for s in [(4, 64), (32, 4)])
+
+    def run(x: Tensor) -> Tensor:
+        return lora_linear(x, weight, a, b, dropout_p=0.5)
+
+    def gradients(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(7)
+        for t in (x, a, b):
+            t.grad = None
+        (function(x).float() ** 2).sum().backward()
+        return [t.grad for t in (x, a, b) if t.grad is not None]
+
+    plain = gradients(run)
+    again = gradients(lambda x: checkpoint(run, x, use_reentrant=use_reentrant))
+    assert len(plain) == 3
+    assert all(torch.equal(p, q) for p, q in zip(plain, again, strict=True))
+
+
+def test_recomputation_leaves_out_the_last_product(backend: str, device: torch.device) -> None:
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0)
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2) for s in [(4, 64), (32, 4)])
+    asked = []
+
+    def read(dtype: torch.dtype) -> Tensor:
+        asked.append(dtype)
+        return weight
+
+    checkpoint(lambda x: lora_linear(x, read, a, b), x, use_reentrant=False).sum().backward()
+    assert len(asked) == 2  # one product in the forward, one in the backward, none in the recomputation
+
+
+def test_a_second_backward_sees_the_same_tensors(backend: str, device: torch.device) -> None:
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0)
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2) for s in [(4, 64), (32, 4)])
+    y = lora_linear(x, weight, a, b, dropout_p=0.1)
+    first, second = (torch.autograd.grad(y, (x, a, b), torch.ones_like(y), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "trains", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
+)
+def test_frozen_operands(trains: tuple[bool, ...], backend: str, device: torch.device, poisoned: None) -> None:
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0).requires_grad_(trains[0])
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2) for s in [(4, 64), (32, 4)])
+    a.requires_grad_(trains[1])
+    b.requires_grad_(trains[2])
+    lora_linear(x, weight, a, b).sum().backward()
+    assert tuple(t.grad is not None for t in (x, a, b)) == trains
+
+
+def test_a_promise_that_nobody_asks_for(backend: str, device: torch.device) -> None:
+    """Costs nothing and gets no gradient, and the other one is right."""
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0)
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    factors = [leaf(*s, dtype=torch.float32, device=device, seed=i) for i, s in enumerate([(4, 64), (32, 4)] * 2)]
+    members = [LoraMember(weight.to, 32, factors[2 * i], factors[2 * i + 1], 1.0) for i in range(2)]
+    promise_lora_linears(x, members)[1].fulfil().sum().backward()
+    alone = torch.autograd.grad(lora_linear(x, weight, factors[2], factors[3]).sum(), (x, *factors[2:]))
+    assert factors[0].grad is None
+    assert factors[1].grad is None
+    for got, want in zip((x.grad, factors[2].grad, factors[3].grad), alone, strict=True):
+        assert got is not None
+        assert torch.equal(got, want)
+
+
+def test_no_rows(backend: str, device: torch.device) -> None:
+    x = torch.empty(2, 0, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2) for s in [(4, 64), (32, 4)])
+    y = lora_linear(x, weight, a, b, dropout_p=0.1)
+    y.sum().backward()
+    assert y.shape == (2, 0, 32)
+    assert a.grad is not None
+    assert bool((a.grad == 0).all())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_masks_keep_the_right_share(p: float, device: torch.device) -> None:
+    kept = keep_mask(SEED, 1, 500, 403, p, device).double()
+    # five standard deviations of the mean of as many draws
+    assert abs(float(kept.mean()) - (1 - p)) <= 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    if 0 < p < 1:
+        neighbours = (kept[:, 1:] - 1 + p) * (kept[:, :-1] - 1 + p)
+        assert abs(float(neighbours.mean())) <= 5 * p * (1 - p) / neighbours.numel() ** 0.5
+
+
+def test_masks_of_adapters_seeds_and_rows_differ(device: torch.device) -> None:
+    first = keep_mask(SEED, 0, 64, 64, 0.5, device)
+    for other in (keep_mask(SEED, 1, 64, 64, 0.5, device), keep_mask(SEED + 1, 0, 64, 64, 0.5, device)):
+        assert 0.4 < float((first == other).double().mean()) < 0.6
+    assert torch.equal(first[:32], keep_mask(SEED, 0, 32, 64, 0.5, device))
+    assert not torch.equal(first[:32], first[32:])
+
+
+def test_philox_gives_the_published_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known answers of Philox-4x32-7 that its authors give, for counters and keys of zeros and of ones."""
+    for value, words in (
+        (0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (0xFFFFFFFF, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+    ):
+        monkeypatch.setattr(dropout.torch, "zeros_like", lambda t, v=value: torch.full_like(t, v))
+        counter = torch.tensor([value])
+        found = dropout._philox(value << 32 | value, counter, counter, value)
+        assert tuple(int(word) for word in found) == words
+
+
+def test_the_generator_decides(backend: str, device: torch.device) -> None:
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0).detach()
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2).detach() for s in [(4, 64), (32, 4)])
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return lora_linear(x, weight, a, b, dropout_p=0.5)
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_refusals(device: torch.device) -> None:
+    x, weight = torch.zeros(2, 8, device=device), torch.zeros(4, 8, device=device)
+    a, b = torch.zeros(2, 8, device=device), torch.zeros(4, 2, device=device)
+    with pytest.raises(ValueError, match=r"a \(2, 7\)"):
+        lora_linear(x, weight, a[:, :7], b)
+    with pytest.raises(ValueError, match=r"dropout_p is 1\.5"):
+        lora_linear(x, weight, a, b, dropout_p=1.5)
+    with pytest.raises(ValueError, match="4 members"):
+        promise_lora_linears(x, [LoraMember(weight.to, 4, a, b, 1.0)] * 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize("factor_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("length", "sizes"), [(4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,))])
+def test_sizes_of_models(
+    length: int, sizes: tuple[int, ...], factor_dtype: torch.dtype, p: float, device: torch.device, seed: int
+) -> None:
+    count = len(sizes)
+    check(
+        torch.bfloat16, factor_dtype, device, shape=(1000, length), sizes=sizes, ranks=(16,) * count, drops=(p,) * count
+    )
+
+
+def test_tolerance_of_the_tests_is_that_of_the_dtype() -> None:
+    assert tolerance(torch.bfloat16, 72) < 0.005
