@@ -28,9 +28,9 @@ def dequantize_nf4_reference(
     if nested is not None:
         groups = nested.absmax.reshape(-1).repeat_interleave(nested.blocksize)[: scales.numel()]
         scales = nested.code.reshape(-1)[scales.int()] * groups + nested.offset
-    # Both values of each of the 256 bytes, so that one look-up decodes a byte.
-    both = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)
-    values = both[packed[: -(-numel // 2)].int()].reshape(-1)[:numel]
+    # Both values of each of the 256 bytes, seen as one of 8 bytes, so that one look-up decodes a byte.
+    both = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1).view(torch.int64).reshape(-1)
+    values = both.index_select(0, packed[: -(-numel // 2)].int()).view(torch.float32)[:numel]
     whole = numel - numel % blocksize
     values[:whole].view(-1, blocksize).mul_(scales[: whole // blocksize, None])
     values[whole:].mul_(scales[whole // blocksize :])
