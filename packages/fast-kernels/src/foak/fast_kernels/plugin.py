@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from foak.core import AccelerationPlugin, UnsupportedError
 from foak.core.plugin import Key
+from foak.fast_kernels.lora.shared_input import ATTRIBUTE as SHARED_INPUT
 from foak.fast_kernels.loss.head import LAZY_WITHOUT_LABELS
 from foak.fast_kernels.loss.label_smoothing import FusedLabelSmoother
 from foak.fast_kernels.rules import activation, lora, loss, norm, rope
@@ -39,7 +40,7 @@ class FastKernelsPlugin(AccelerationPlugin):
         Key("fast_rms_layernorm", _SWITCH, "RMSNorm and LayerNorm", False),
         Key("fast_rope_embeddings", _SWITCH, "rotary position embedding", False),
         Key("fast_activation", _SWITCH, "SwiGLU and GeGLU of gated MLPs", False),
-        Key("fused_lora", _SWITCH, "LoRA layers (this release leaves them to PEFT and reports each)", False),
+        Key("fused_lora", _SWITCH, "LoRA layers: base and adapter in one product, rounded once", False),
         Key("base_layer", ("bitsandbytes", "auto_gptq"), "the quantization of the base", None, under=(_QUANTIZED,)),
     )
 
@@ -60,8 +61,10 @@ class FastKernelsPlugin(AccelerationPlugin):
                 for rule in make(self._key(name)):
                     self.patcher.add(rule)
         if self._get("fused_lora"):
-            for rule in lora.rules():
+            for rule in lora.rules(self._key("fused_lora")):
                 self.patcher.add(rule)
+            for layer, group in lora.shared_inputs(model):
+                self.patcher.set_attribute(layer, SHARED_INPUT, group)
 
     def prepare(self, trainer: Any) -> None:
         """Serve label smoothing and a loss function of the user's, which compute the loss from the model's logits."""

@@ -51,6 +51,7 @@ class ModelPatcher:
 
     def __init__(self) -> None:
         self.rules: list[Rule] = []
+        self.report = PatchReport()
         self._bound: list[tuple[nn.Module, bindings.Binding]] = []
         self._attributes: list[tuple[Any, str, Any, Any]] = []
         self._verdicts: dict[Hashable, Verdict] = {}
@@ -75,7 +76,7 @@ class ModelPatcher:
         Raises:
             UnsupportedError: under ``strict``, naming the configuration keys; nothing is patched then.
         """
-        report = PatchReport()
+        self.report = report = PatchReport()  # kept for what plugins add to its notes
         plans: list[_Plan] = []
         for name, module in model.named_modules():
             plan = _Plan(module)
@@ -185,7 +186,8 @@ class ModelPatcher:
         if rule.verify is None and rule.wraps:
             return Verdict(True, "")
         called = None if rule.function_name is None else id(_called(rule, module))
-        key = (rule.name, structure(module, whole_forward=called is None), called)
+        variant = None if rule.variant is None else rule.variant(module)
+        key = (rule.name, structure(module, whole_forward=called is None), called, variant)
         if key not in self._verdicts:
             with isolated(trial_device(module)):
                 self._verdicts[key] = rule.verify(module) if rule.verify else self._try(rule, module)

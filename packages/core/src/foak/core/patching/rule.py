@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class Rule:
             Wrappers are not compared with the original by the patcher: give ``verify`` where they compute.
         more_samples: further trial calls, where one cannot show all that the replacement must get right.
         verify: replaces the standard verification, where a single call of the module is no fair comparison.
+        variant: what tells two modules apart that are of one structure (see ``foak.core.patching.structure``), where
+            that leaves something out; each variant is verified by itself.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Rule:
     wraps: bool = False
     more_samples: Callable[[nn.Module], Iterable[Case]] | None = None
     verify: Callable[[nn.Module], Verdict] | None = None
+    variant: Callable[[nn.Module], Hashable] | None = None
 
     def __post_init__(self) -> None:
         """Check the target's form; raises ``ValueError``."""

@@ -1,0 +1,156 @@
+"""The forward that takes the place of a PEFT LoRA layer's: base and adapter in one product, rounded once.
+
+Adapters may be switched, merged or added while training, so what the layer is at the moment is read in every call. In
+a state that the fused product does not cover the layer's own forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foak.core.patching.binding import binding_of
+from foak.fast_kernels.lora.shared_input import ATTRIBUTE
+from foak.kernels import LoraMember, PromisedLinear, promise_lora_linears
+from foak.kernels.backend import in_function_transform
+from foak.kernels.dense_weight import DenseWeight, dense_weight_of
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Precision:
+    """In which dtype a layer multiplies and what it gives, for an input of one dtype in the present autocast state."""
+
+    __slots__ = ("dtype", "output", "rounds_factors")
+
+    def __init__(self, dtype: torch.dtype, rounds_factors: bool, output: torch.dtype) -> None:
+        """`rounds_factors`: whether autocast would cast the adapter's weights to `dtype`."""
+        self.dtype, self.rounds_factors, self.output = dtype, rounds_factors, output
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Precision) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A LoRA layer's forward; `x` is `[..., K]`. What it cannot fuse goes to the class's own forward."""
+    if args or kwargs or torch.compiler.is_compiling() or in_function_transform():
+        return _own_forward(self, x, *args, **kwargs)
+    group = self.__dict__.get(ATTRIBUTE)
+    if group is not None:
+        kept = group.take(self, x)
+        if kept is not None:
+            promise, output = kept
+            return _fulfil(promise, output)
+    found = member_of(self, x)
+    if found is None:
+        return _own_forward(self, x)
+    member, precision = found
+    layers, members = [self], [member]
+    if group is not None:
+        for sibling in group.others(self):
+            other = member_of(sibling, x) if binding_of(sibling) is not None else None
+            if other is not None and other[1] == precision:
+                layers.append(sibling)
+                members.append(other[0])
+    promises = promise_lora_linears(x, members, dtype=precision.dtype, rounds_factors=precision.rounds_factors)
+    if group is not None:
+        group.keep(
+            x, [(layer, (promise, precision.output)) for layer, promise in zip(layers[1:], promises[1:], strict=True)]
+        )
+    return _fulfil(promises[0], precision.output)
+
+
+def _own_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = type(layer).forward(layer, x, *args, **kwargs)
+    return result
+
+
+def _fulfil(promise: PromisedLinear, output: torch.dtype) -> Tensor:
+    y = promise.fulfil()
+    return y if y.dtype is output else y.to(output)
+
+
+def member_of(layer: Any, x: Tensor) -> tuple[LoraMember, Precision] | None:
+    """The layer as it is now, and its precision for an input `x`; None where its own forward must run."""
+    name = active_adapter(layer)
+    if name is None or type(x) not in _PLAIN or layer.disable_adapters or layer.merged:
+        return None
+    base = layer.base_layer
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    dropout = layer.lora_dropout[name]
+    if any(map(_is_observed, (base, a, b, dropout))):
+        return None
+    how = dense_weight_of(base)
+    if how is None or type(a.weight) not in _PLAIN or type(b.weight) not in _PLAIN:
+        return None
+    if how.refusal(base) is not None or x.device != a.weight.device or x.shape[-1] != a.weight.shape[1]:
+        return None
+    bias = getattr(base, "bias", None)
+    if base.weight.requires_grad or (bias is not None and bias.requires_grad):
+        return None
+    precision = _precision(layer, base, how, x, a.weight.dtype, b.weight.dtype)
+    if precision is None:
+        return None
+    member = LoraMember(
+        weight=_reader(how, base),
+        out_features=layer.out_features,
+        a=a.weight,
+        b=b.weight,
+        scaling=layer.scaling[name],
+        dropout_p=dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0,
+        bias=bias,
+    )
+    return member, precision
+
+
+def active_adapter(layer: Any) -> str | None:
+    """The one active adapter of a layer, if there is exactly one and it is a plain LoRA; else None."""
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1 or active[0] in layer.lora_variant:
+        return None
+    return str(active[0])
+
+
+def _precision(
+    layer: Any, base: Any, how: DenseWeight, x: Tensor, a_dtype: torch.dtype, b_dtype: torch.dtype
+) -> Precision | None:
+    device_type = x.device.type
+    dense = type(base) is nn.Linear
+    if not x.is_floating_point():
+        return None
+    if torch.is_autocast_enabled(device_type):
+        if torch.float64 in (x.dtype, a_dtype, b_dtype):
+            return None
+        dtype = torch.get_autocast_dtype(device_type)
+        return Precision(dtype, True, dtype if dense else x.dtype)
+    dtype = how.product_dtype(base, x)
+    if dense and base.weight.dtype is not x.dtype:
+        return None
+    if a_dtype is not b_dtype or a_dtype not in (dtype, torch.float32) or not layer.cast_input_dtype_enabled:
+        return None
+    if a_dtype is torch.float32 and dtype is torch.float64:
+        return None
+    return Precision(dtype, False, x.dtype)
+
+
+def _reader(how: DenseWeight, base: nn.Module) -> Callable[[torch.dtype], Tensor]:
+    def read(dtype: torch.dtype) -> Tensor:
+        return how.decode(base, dtype, None)
+
+    return read
+
+
+def _is_observed(module: Any) -> bool:
+    """Whether somebody listens to a module or has replaced its forward: then it must be called."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
