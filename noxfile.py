@@ -210,12 +210,22 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Measures the kernels and writes the table of benchmarks/README.md, where `gpu` runs; fails where no GPU is."""
+    """Benchmarks, where `gpu` runs: `-- run …`, `-- compare REF NEW`, `-- report`; alone, the kernels and the tables.
+
+    `run` trains scenarios, `compare` holds two folders of results against each other; both say more under --help.
+    """
+    benchmarks = ROOT / "benchmarks"
+    scripts = {name: str(benchmarks / f"{name}.py") for name in ("run", "compare", "kernels", "report")}
+    if session.posargs:
+        command, *options = session.posargs
+        if command not in scripts:
+            session.error(f"{command!r} is none of {', '.join(scripts)}")
+        session.run("python", scripts[command], *options)
+        return
     session.run("python", "-c", "import torch; assert torch.cuda.is_available(), 'There is no CUDA GPU here.'")
     session.run("python", "-c", CHECK_LOCAL, str(ROOT), *PACKAGES)
-    benchmarks = ROOT / "benchmarks"
-    session.run("python", str(benchmarks / "kernels.py"), "--out", str(benchmarks / "results" / "kernels-h200.json"))
-    session.run("python", str(benchmarks / "report.py"), "--write")
+    session.run("python", scripts["kernels"], "--out", str(benchmarks / "results" / "kernels-h200.json"))
+    session.run("python", scripts["report"], "--write")
 
 
 @nox.session

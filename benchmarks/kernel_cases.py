@@ -29,6 +29,9 @@ class Sizes:
     replays: int = 30
 
 
+NF4_BLOCK, NESTED_BLOCK, GPTQ_GROUP = 64, 256, 128
+"""The block sizes that bitsandbytes and GPTQ's tools use unless told otherwise."""
+
 TINY = Sizes(
     tokens=24, hidden=48, intermediate=80, q_heads=3, k_heads=1, head=16, vocabulary=96, checked_tokens=24, replays=2
 )
@@ -36,18 +39,28 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Case:
-    """An op with its inputs for a number of tokens, its rivals, and the least that each pass must move or multiply."""
+    """An op with its inputs for a number of tokens, its rivals, and the least that each pass must move or multiply.
+
+    An op none of whose inputs trains has no backward.
+    """
 
     name: str
     inputs: Callable[["Maker", int], list[Tensor]]
     foak: Function
     plain: Function
-    liger: Function | None
+    other: Function | None  # that of the library named below, where it is installed
     length: int  # of the longest sum inside, for the tolerance
     forward_bytes: int = 0
     backward_bytes: int = 0
     flops: int = 0  # of forward and backward together; such a case is timed as a whole
     capturable: bool = True
+    library: str = "liger"
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        """The implementations that are here, by name."""
+        found = {"foak": self.foak, self.library: self.other, "plain": self.plain}
+        return {name: function for name, function in found.items() if function is not None}
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,12 @@ class Maker:
 
     def labels(self, tokens: int, vocabulary: int) -> Tensor:
         return torch.randint(0, vocabulary, (tokens,), generator=self.generator, device=self.device)
+
+    def integers(self, low: int, high: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, device=self.device).to(dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device)
 
 
 def liger_functions() -> dict[str, Function]:
@@ -204,4 +223,102 @@ def cases(sizes: Sizes, width: int) -> list[Case]:
         ),
         linear("linear_cross_entropy, frozen head", trains=False),
         linear("linear_cross_entropy, trained head", trains=True),
+        *decode_cases(sizes, width),
+    ]
+
+
+def plain_nf4(packed: Tensor, absmax: Tensor, code: Tensor, outer: Tensor, table: Tensor, offset: Tensor) -> Tensor:
+    """By table look-ups; in bf16 where the tables are in fp32."""
+    scales = table[absmax.long()] * outer.repeat_interleave(NESTED_BLOCK)[: len(absmax)] + offset
+    codes = torch.stack((packed >> 4, packed & 15), dim=-1).view(len(absmax), -1)
+    values = code[codes.long()] * scales.unsqueeze(1)
+    return values.to(torch.bfloat16) if code.dtype is torch.float32 else values
+
+
+def bitsandbytes_nf4(shape: torch.Size) -> Function | None:
+    """bitsandbytes' decoding of one tensor; None where it or a GPU is missing."""
+    if importlib.util.find_spec("bitsandbytes") is None or not torch.cuda.is_available():
+        return None
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    def decode(packed: Tensor, absmax: Tensor, code: Tensor, outer: Tensor, table: Tensor, offset: Tensor) -> Tensor:
+        nested = QuantState(absmax=outer, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32)
+        state = QuantState(
+            absmax=absmax,
+            shape=shape,
+            code=code,
+            blocksize=NF4_BLOCK,
+            quant_type="nf4",
+            dtype=torch.bfloat16,
+            offset=offset,
+            state2=nested,
+        )
+        return dequantize_4bit(packed.view(-1, 1), state)
+
+    return decode
+
+
+def plain_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
+    """By shifts; in bf16 where the scales are in half precision."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=qweight.device)
+    codes = ((qweight.unsqueeze(1) >> shifts.view(1, 8, 1)) & 15).flatten(0, 1)
+    zeros = (((qzeros.unsqueeze(2) >> shifts) & 15).flatten(1) + 1) & 15
+    groups = torch.arange(len(codes), device=qweight.device) // GPTQ_GROUP
+    wide = torch.promote_types(scales.dtype, torch.float32)
+    weight = ((codes - zeros[groups]).to(wide) * scales.to(wide)[groups]).t()
+    return weight.to(torch.bfloat16) if wide is torch.float32 else weight
+
+
+def decode_cases(sizes: Sizes, width: int) -> list[Case]:
+    """The decoding of a frozen weight `[intermediate, hidden]`; its bytes are those of the ops' READMEs."""
+    outputs, features = sizes.intermediate, sizes.hidden
+    values, blocks = outputs * features, outputs * features // NF4_BLOCK
+    outer = -(-blocks // NESTED_BLOCK)
+    shape = torch.Size((outputs, features))
+
+    def nf4(make: Maker, tokens: int) -> list[Tensor]:
+        return [
+            make.integers(0, 256, torch.uint8, values // 2),
+            make.integers(0, 256, torch.uint8, blocks),
+            make.uniform(16) * 2 - 1,
+            make.uniform(outer),
+            make.uniform(256),
+            make.uniform(1).squeeze(),
+        ]
+
+    def decode_nf4(p: Tensor, absmax: Tensor, code: Tensor, o: Tensor, table: Tensor, offset: Tensor) -> Tensor:
+        nested = foak.kernels.NestedScales(o, table, offset, NESTED_BLOCK)
+        return foak.kernels.dequantize_nf4(p, absmax, code, shape, blocksize=NF4_BLOCK, nested=nested)
+
+    groups = -(-features // GPTQ_GROUP)
+
+    def gptq(make: Maker, tokens: int) -> list[Tensor]:
+        return [
+            make.integers(-(2**31), 2**31, torch.int32, features // 8, outputs),
+            make.integers(-(2**31), 2**31, torch.int32, groups, outputs // 8),
+            make.uniform(groups, outputs).half(),
+        ]
+
+    return [
+        Case(
+            "dequantize_nf4, double quantization",
+            nf4,
+            decode_nf4,
+            lambda *leaves: plain_nf4(*leaves).view(shape),
+            bitsandbytes_nf4(shape),
+            1,
+            values // 2 + values * width + blocks,
+            library="bitsandbytes",
+        ),
+        Case(
+            "dequantize_gptq, 4 bits",
+            gptq,
+            lambda qweight, qzeros, scales: foak.kernels.dequantize_gptq(
+                qweight, qzeros, scales, None, 4, group_size=GPTQ_GROUP, dtype=torch.bfloat16
+            ),
+            plain_gptq,
+            None,
+            1,
+            values // 2 + values * width + groups * outputs * 5 // 2,
+        ),
     ]

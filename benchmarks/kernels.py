@@ -77,6 +77,8 @@ def run(function: Function, leaves: Sequence[Tensor], upstream: Sequence[Tensor]
     """Outputs, then the gradients of what trains; on copies, because some rivals write into their inputs."""
     copies = as_activations([leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves])
     outputs = outputs_of(function(*copies))
+    if not trained(copies):
+        return [output.detach() for output in outputs]
     flowing_in = [gradient.to(output.dtype) for gradient, output in zip(upstream, outputs, strict=True)]
     return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, trained(copies), flowing_in)]
 
@@ -177,18 +179,19 @@ def host_microseconds(call: Callable[[], object], calls: int) -> float:
     return statistics.median(samples[1:]) * 1e6
 
 
-def host_cost(case: Case, name: str, bench: Bench) -> tuple[float, float]:
+def host_cost(case: Case, name: str, bench: Bench) -> tuple[float, float | None]:
     """Microseconds on the host of an eager forward, and of forward and backward, on tensors of next to no work."""
     small = next(other for other in cases(TINY, 2) if other.name == case.name)
-    function: Function = getattr(small, name)
+    function = small.functions[name]
     inputs = as_activations(small.inputs(bench.make, 8))
     upstream = [torch.ones_like(output) for output in outputs_of(function(*inputs))]
     wanted = trained(inputs)
     calls = 2 if bench.clock.stream is None else 100
-    return (
-        host_microseconds(lambda: function(*inputs), calls),
-        host_microseconds(lambda: torch.autograd.grad(outputs_of(function(*inputs)), wanted, upstream), calls),
-    )
+    forward = host_microseconds(lambda: function(*inputs), calls)
+    if not wanted:
+        return forward, None
+    both = host_microseconds(lambda: torch.autograd.grad(outputs_of(function(*inputs)), wanted, upstream), calls)
+    return forward, both
 
 
 def measure(case: Case, name: str, function: Function, error: float, bench: Bench) -> list[Figure]:
@@ -223,12 +226,15 @@ def measure(case: Case, name: str, function: Function, error: float, bench: Benc
             torch.autograd.grad(outputs, trained(leaves), upstream, retain_graph=True)
 
     forward_time = microseconds(forward)
+    forward_bound = case.forward_bytes / bench.bytes_per_second * 1e6
+    of_forward = Figure(case.name, "forward", name, error, forward_time, forward_bound, host_forward)
+    if not trained(first):
+        return [of_forward]
     graphs = [outputs_of(function(*leaves)) for leaves in sets]
     backward_time = microseconds(backward)
-    forward_bound = case.forward_bytes / bench.bytes_per_second * 1e6
     backward_bound = case.backward_bytes / bench.bytes_per_second * 1e6
     return [
-        Figure(case.name, "forward", name, error, forward_time, forward_bound, host_forward),
+        of_forward,
         Figure(case.name, "backward", name, error, backward_time, backward_bound),
         Figure(
             case.name,
@@ -259,8 +265,7 @@ def run_all(bench: Bench) -> tuple[list[Figure], list[str]]:
     figures: list[Figure] = []
     faults: list[str] = []
     for case in cases(bench.sizes, 2):
-        functions = {"foak": case.foak, "liger": case.liger, "plain": case.plain}
-        present = {name: function for name, function in functions.items() if function is not None}
+        present = case.functions
         found = errors(case, present, case.inputs(bench.make, bench.sizes.checked_tokens))
         allowed = max(tolerance(bench.make.dtype, case.length), 1.1 * found["plain"])
         if found["foak"] > allowed:

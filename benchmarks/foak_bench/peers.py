@@ -1,0 +1,99 @@
+"""Who accelerates a scenario: why one cannot run here, and what it does to the run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foak_bench.scenarios import Scenario, Work
+
+__all__ = ["acceleration", "compile_layers", "impossible", "load_unsloth", "process_kind", "targets"]
+
+_QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def impossible(scenario: Scenario, devices: int) -> str | None:
+    """Why a scenario cannot run in this environment; None if nothing is known to be in its way.
+
+    Args:
+        scenario: the scenario.
+        devices: how many GPUs are here; 0 means that it would run on the CPU.
+    """
+    work, by = scenario.work, scenario.row.by
+    needed = {"liger": "liger_kernel", "unsloth": "unsloth"}.get(by)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        return f"{needed.replace('_', '-')} is not installed"
+    if needed is not None and devices == 0:
+        return f"{needed.replace('_', '-')} needs a GPU"
+    if work.gpus > max(devices, 1):
+        return f"needs {work.gpus} GPUs; here {'is 1' if devices == 1 else f'are {devices}'}"
+    if work.method == "qlora-nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed"
+    if work.method == "gptq" and by != "foak" and importlib.util.find_spec("gptqmodel") is None:
+        return "gptqmodel is not installed: without it transformers loads no GPTQ model"
+    if by == "unsloth" and work.gpus > 1:
+        return "unsloth trains on one GPU"
+    return None
+
+
+def process_kind(scenario: Scenario) -> str:
+    """Scenarios of one kind may follow each other in one process: plain and foak leave nothing behind in it."""
+    by = "ours" if scenario.row.by in ("plain", "foak") else scenario.row.by
+    return f"{by}, {scenario.work.gpus} processes"
+
+
+def targets(work: Work) -> list[str]:
+    """The modules that get an adapter."""
+    return _QKVO if work.targets == "qkvo" else _QKVO + _MLP
+
+
+def acceleration(scenario: Scenario) -> dict[str, Any] | None:
+    """The section `acceleration` of the run file; None for everyone but foak, and for float32 on decoded weights."""
+    if scenario.row.by != "foak":
+        return None
+    base = {"qlora-nf4": "bitsandbytes", "gptq": "auto_gptq"}.get(scenario.work.method)
+    switches = dict(scenario.row.kernels)
+    plugins: dict[str, Any] = {key: dict(value) for key, value in scenario.work.plugins.items()}
+    if base is None:
+        plugins.setdefault("training", {})["fused_ops_and_kernels"] = switches
+    else:
+        loader = {"quant_type": "nf4"} if base == "bitsandbytes" else {"kernel": "triton_v2", "from_quantized": True}
+        kernels = {"fused_ops_and_kernels": {"base_layer": base, **switches}}
+        plugins.setdefault("peft", {})["quantization"] = {base: loader, **kernels}
+    return {"plugins": plugins}
+
+
+def compile_layers(model: Any) -> None:
+    """Compiles each decoder layer by itself, as transformers advises: one graph serves all of them."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = base.get_decoder().layers
+    for layer in layers:
+        layer.compile()
+
+
+def load_unsloth(folder: Path, work: Work) -> tuple[Any, Any]:
+    """Model and tokenizer as unsloth loads them, with its adapters."""
+    from unsloth import FastLanguageModel  # type: ignore[import-not-found]
+
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(folder),
+        max_seq_length=work.seq,
+        dtype=torch.float32 if work.precision in ("fp32", "mixed") else torch.bfloat16,
+        load_in_4bit=work.method == "qlora-nf4",
+        full_finetuning=work.method == "full",
+    )
+    if work.method != "full":
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=work.rank,
+            lora_alpha=work.rank,
+            lora_dropout=work.dropout,
+            bias="none",
+            target_modules=targets(work),
+            use_gradient_checkpointing=work.checkpointing,
+        )
+    return model, tokenizer

@@ -1,0 +1,89 @@
+"""Whether a row's speed counts: its loss must be as near to a float32 run's as plain Hugging Face's is.
+
+The runs that are compared have the same data, seed, and first weights. They are the rows' own, or those of the group's
+check: a smaller work, because an 8B model is seldom trained in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from foak_bench.records import MEASURED, Record
+from foak_bench.scenarios import FP32, Scenario
+
+__all__ = ["ROUNDING", "Verdict", "distance", "judge"]
+
+ROUNDING = 1e-3
+"""How much farther than plain's a loss may be from float32's, relative to that loss.
+
+Two right computations in bf16 differ too: a logit is rounded to 8 bits, by 2⁻⁹ = 2·10⁻³ of itself at most, half of that
+on average. A loss that plain happens to hit exactly is not to fail the others.
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the losses say about a row.
+
+    Attributes:
+        counts: True, False, or None where a run that is needed for it is missing.
+        distance: the largest distance of a step's loss from float32's.
+        plain: the same of plain Hugging Face.
+        grad_norm: the largest relative distance of a step's gradient norm from float32's.
+        reason: why there is no verdict.
+    """
+
+    counts: bool | None
+    distance: float | None = None
+    plain: float | None = None
+    grad_norm: float | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.counts is None:
+            return f"unchecked: {self.reason}"
+        return (
+            f"{self.distance:.4f}" if self.counts else f"{self.distance:.4f}, does not count (plain {self.plain:.4f})"
+        )
+
+
+def judge(record: Record, records: Mapping[str, Record]) -> Verdict:
+    """Holds the losses of a row, or of its check, against those in float32.
+
+    Args:
+        record: a timed row.
+        records: all records of its run, by name.
+    """
+    group, label = record.scenario.group, record.scenario.row.label
+    precise = _measured(records, group, FP32, check=True)
+    if precise is None:
+        return Verdict(None, reason="no float32 run")
+    candidates = {}
+    for name in (label, "plain"):
+        found = _measured(records, group, name, check=True) or _measured(records, group, name, check=False)
+        if found is None or not _comparable(found.scenario, precise.scenario):
+            return Verdict(None, reason=f"no run of {name} beside the float32 one")
+        candidates[name] = found
+    own, plain = distance(candidates[label].loss, precise.loss), distance(candidates["plain"].loss, precise.loss)
+    allowed = plain + ROUNDING * max(precise.loss)
+    norms = zip(candidates[label].grad_norm, precise.grad_norm, strict=True)
+    apart = max(abs(norm - exact) / exact for norm, exact in norms)
+    return Verdict(own <= allowed, own, plain, apart)
+
+
+def distance(loss: list[float], precise: list[float]) -> float:
+    """The largest difference of two loss curves; infinite where one has no number."""
+    found = [abs(a - b) for a, b in zip(loss, precise, strict=True)]
+    return math.inf if any(map(math.isnan, found)) else max(found)
+
+
+def _measured(records: Mapping[str, Record], group: str, label: str, *, check: bool) -> Record | None:
+    found = records.get(f"{group}/{'check/' if check else ''}{label}")
+    return found if found is not None and found.status == MEASURED else None
+
+
+def _comparable(one: Scenario, precise: Scenario) -> bool:
+    """Whether two scenarios train the same thing but for the precision."""
+    return {**one.to_dict()["work"], "precision": ""} == {**precise.to_dict()["work"], "precision": ""}
