@@ -122,13 +122,6 @@ def test_a_second_quantization_is_refused(checkpoint: Path) -> None:
         framework().load_model(checkpoint, gguf_file="model.gguf")
 
 
-def test_gptq_is_refused_naming_its_section() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"plugins\.peft\.quantization\.auto_gptq cannot be served.*bitsandbytes"
-    ):
-        framework({"kernel": "triton_v2", "from_quantized": True}, "auto_gptq")
-
-
 def test_two_quantizations_of_one_model_are_refused_naming_both_sections() -> None:
     tree = {"plugins": {"peft": {"quantization": {"bitsandbytes": {}, "auto_gptq": {}}}}}
     with pytest.raises(ConfigError, match=r"quantization\.bitsandbytes and plugins\.peft\.quantization\.auto_gptq"):

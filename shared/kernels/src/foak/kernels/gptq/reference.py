@@ -28,12 +28,13 @@ def _fields(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` values of `bits` bits in each row of `words` [rows, W] int32: [rows, count] int32."""
     first = torch.arange(count, device=words.device) * bits
     shifts = (first % 32).to(torch.int32)
-    found = words.index_select(1, first // 32) >> shifts  # copies of the sign come in above: the mask takes them off
+    found = words.index_select(1, first // 32).bitwise_right_shift(
+        shifts
+    )  # the mask below takes the copies of the sign
     if 32 % bits != 0:
+        # Where a value crosses into the next word, its upper bits come from there; elsewhere that is the same word.
         last = words.index_select(1, (first + bits - 1) // 32)
-        # The value's upper part, where it crosses: shifting by 32 - shift. Elsewhere the word itself is whole.
         below = (32 - shifts).clamp(max=31)
-        crosses = shifts + bits > 32
-        lower = found & ((1 << below) - 1)
-        found = torch.where(crosses, lower | (last << below), found)
-    return found & (2**bits - 1)
+        lower = found.bitwise_and(torch.ones_like(below).bitwise_left_shift(below) - 1)
+        found = torch.where(shifts + bits > 32, lower | last.bitwise_left_shift(below), found)
+    return found.bitwise_and(2**bits - 1)  # without the copies of the sign that were shifted in

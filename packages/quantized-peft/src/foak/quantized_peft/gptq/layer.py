@@ -1,0 +1,197 @@
+"""A linear layer whose frozen weight stays in GPTQ's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foak.kernels import dequantize_gptq
+from foak.kernels.autograd import once_differentiable
+
+__all__ = ["GptqLinear"]
+
+_NO_WEIGHT = (
+    "GptqLinear has no attribute 'weight': it stores its weight in GPTQ's format and cannot change it, so nothing can "
+    "be merged into it, and no adapter initialised from it; dequantize() gives a dense copy, and an adapter can be "
+    "merged into the 16-bit model"
+)
+
+
+class GptqLinear(nn.Linear):
+    """`x @ weight.T + bias`, with the weight decoded for each product and kept by none.
+
+    It is a `torch.nn.Linear`, so that PEFT adapts it like any other, under `target_modules="all-linear"` too, but it
+    has no attribute `weight`. What it stores are parameters that never train: `DistributedDataParallel` would send
+    buffers round before each forward.
+
+    Args:
+        in_features: inputs.
+        out_features: outputs.
+        bits: 2, 3, 4 or 8.
+        group_size: inputs that share a scale and a zero; -1 for all.
+        bias: whether there is a bias.
+        zero_offset: what is added to a stored zero, modulo `2 ** bits`: 1 or 0, see `foak.kernels.dequantize_gptq`.
+        act_order: whether there is a `g_idx`; without, groups are of consecutive inputs.
+        scale_dtype: of the scales.
+        dtype: of the bias, and of the activations that the layer is meant for.
+        device: of all of it.
+
+    Attributes:
+        qweight: `[ceil(in_features * bits / 32), out_features]` int32.
+        qzeros: `[groups, ceil(out_features * bits / 32)]` int32.
+        scales: `[groups, out_features]`.
+        g_idx: `[in_features]` int32, or None.
+        bias: `[out_features]`, or None.
+        compute_dtype: `dtype`.
+        bias_was_added: whether the architecture has no bias here, but the checkpoint has.
+    """
+
+    qweight: nn.Parameter
+    qzeros: nn.Parameter
+    scales: nn.Parameter
+    g_idx: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bits: int,
+        group_size: int,
+        *,
+        bias: bool = False,
+        zero_offset: int = 1,
+        act_order: bool = True,
+        scale_dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.bits, self.group_size, self.zero_offset = bits, group_size, zero_offset
+        self.compute_dtype = dtype
+        size = in_features if group_size == -1 else group_size
+        groups = -(-in_features // size)
+
+        def frozen(*shape: int, of: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=of, device=device), requires_grad=False)
+
+        self.qweight = frozen(-(-in_features * bits // 32), out_features, of=torch.int32)
+        self.qzeros = frozen(groups, -(-out_features * bits // 32), of=torch.int32)
+        self.scales = frozen(groups, out_features, of=scale_dtype)
+        self.g_idx = frozen(in_features, of=torch.int32) if act_order else None
+        self.register_parameter(
+            "bias", nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        )
+        self.bias_was_added = False
+        self._in_order: bool | None = None
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """The dense weight `[out_features, in_features]`.
+
+        Args:
+            dtype: of the result; that of the scales if None.
+            out: see `foak.kernels.dequantize_gptq`.
+        """
+        return dequantize_gptq(
+            self.qweight,
+            self.qzeros,
+            self.scales,
+            self._groups(),
+            self.bits,
+            group_size=self.group_size,
+            in_features=self.in_features,
+            zero_offset=self.zero_offset,
+            dtype=dtype,
+            out=out,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x: `[..., in_features]`. Returns `[..., out_features]` in its dtype, or in that of autocast."""
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type) and dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+        result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x.to(dtype),
+            None if self.bias is None else self.bias.to(dtype),
+            self.qweight,
+            self.qzeros,
+            self.scales,
+            self._groups(),
+            self.bits,
+            self.group_size,
+            self.zero_offset,
+        )
+        return result
+
+    def groups_changed(self) -> None:
+        """Looks at `g_idx` anew: to be called after it was written to."""
+        self._in_order = None
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.bits}, group_size={self.group_size}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(_NO_WEIGHT)
+        return super().__getattr__(name)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.groups_changed()
+
+    def _groups(self) -> Tensor | None:
+        """`g_idx` where it says more than the group size does.
+
+        Whether it does is found once: for the answer the host waits for the device.
+        """
+        if self.g_idx is None:
+            return None
+        if self._in_order is None and self.g_idx.device.type != "meta":
+            size = self.in_features if self.group_size == -1 else self.group_size
+            plain = torch.arange(self.in_features, device=self.g_idx.device) // size
+            self._in_order = bool((self.g_idx == plain).all())
+        return None if self._in_order else self.g_idx
+
+
+class _Product(torch.autograd.Function):
+    """Decodes in the forward and again in the backward; keeps what is stored and nothing dense."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        qweight: Tensor,
+        qzeros: Tensor,
+        scales: Tensor,
+        g_idx: Tensor | None,
+        bits: int,
+        group_size: int,
+        zero_offset: int,
+    ) -> Tensor:
+        stored = (qweight, qzeros, scales, g_idx)
+        ctx.save_for_backward(*stored)
+        ctx.form = (bits, group_size, x.shape[-1], zero_offset)
+        return F.linear(x, _decode(stored, ctx.form, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ _decode(ctx.saved_tensors, ctx.form, dy.dtype)
+        if ctx.needs_input_grad[1]:
+            dbias = dy.sum(tuple(range(dy.dim() - 1)))
+        return dx, dbias, None, None, None, None, None, None, None
+
+
+def _decode(
+    stored: tuple[Tensor, Tensor, Tensor, Tensor | None], form: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor:
+    bits, group_size, in_features, zero_offset = form
+    return dequantize_gptq(
+        *stored, bits, group_size=group_size, in_features=in_features, zero_offset=zero_offset, dtype=dtype
+    )
