@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from foak_bench.records import FAILED, Record, load_results
 from foak_bench.runner import Runner
-from foak_bench.scenarios import Scenario, read_table
+from foak_bench.scenarios import FP32, Scenario, read_table
 from foak_bench.tables import terminal_tables
 from rich.console import Console
 from rich.markup import escape
@@ -94,13 +94,13 @@ def select(scenarios: tuple[Scenario, ...], pattern: str | None) -> tuple[Scenar
     kept = {s.name for s in scenarios if pattern in s.name or fnmatch.fnmatchcase(s.name, pattern)}
     if not kept:
         raise ConfigError(f"--filter: no scenario is named like {pattern!r}; --list shows their names")
-    # A row without the losses that it is held against would have no verdict.
+    # A row without the losses that it is held against would have no verdict; those of plain are its check's or its own.
     labels = {(s.group, s.row.label) for s in scenarios if s.name in kept}
-    groups = {group for group, _ in labels}
-    judging = {s.name for s in scenarios if s.check and s.group in groups and s.row.label in ("fp32", "plain")} | {
-        s.name for s in scenarios if s.check and (s.group, s.row.label) in labels
-    }
-    return tuple(s for s in scenarios if s.name in kept | judging)
+    judges = {(group, label) for group, _ in labels for label in (FP32, "plain")}
+    kept |= {s.name for s in scenarios if s.check and (s.group, s.row.label) in labels | judges}
+    checked = {s.group for s in scenarios if s.check and s.row.label == "plain"}
+    kept |= {s.name for s in scenarios if s.group not in checked and (s.group, s.row.label) in judges}
+    return tuple(s for s in scenarios if s.name in kept)
 
 
 def _line(scenario: Scenario, record: Record) -> str:

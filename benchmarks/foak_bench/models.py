@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -54,9 +55,9 @@ def checkpoint_folder(geometry: Mapping[str, Any], work: Work, scratch: Path, de
     What is quantized, and what unsloth trains, must be loaded; everything else is made on the device (`random_model`).
     """
     config = make_config(geometry, work)
-    layers = config.get_text_config().num_hidden_layers
     kind = work.method if work.method in ("qlora-nf4", "gptq") else "bf16"
-    folder = scratch / f"{work.model}-{layers}-{kind}"
+    same = hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]
+    folder = scratch / f"{work.model}-{kind}-{same}"
     if (folder / "config.json").is_file():
         return folder
     partial = folder.with_name(f".{folder.name}.partial")

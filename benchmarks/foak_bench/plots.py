@@ -43,7 +43,15 @@ def draw(comparison: Comparison, thresholds: Thresholds, folder: Path) -> list[P
                 axes.scatter([p.reference for p in chosen], [p.new for p in chosen], c=colour, s=18, label=outcome)
         for point in points:
             if point.outcome != "equal":
-                axes.annotate(f"{point.scenario} ({point.change:+.1%})", (point.reference, point.new), fontsize=6)
+                right = point.reference > sum(ends) / 2
+                axes.annotate(
+                    f"{point.scenario} ({point.change:+.1%})",
+                    (point.reference, point.new),
+                    xytext=(-5 if right else 5, 4),
+                    textcoords="offset points",
+                    horizontalalignment="right" if right else "left",
+                    fontsize=6,
+                )
         axes.set(xlim=ends, ylim=ends, xlabel=f"REF: {metric.label}", ylabel=f"NEW: {metric.label}", aspect="equal")
         axes.legend(loc="upper left", frameon=False)
         path = folder / f"{metric.name}.png"

@@ -186,6 +186,8 @@ def test_a_filter_keeps_the_runs_that_judge_its_rows(script: Callable[[str], Mod
     chosen = script("run").select(read_table().sets["h200"].scenarios, "*.lora-qkvo.*/foak.fused_lora")
     labels = [scenario.name.partition("/")[2] for scenario in chosen]
     assert labels == ["check/fp32", "check/plain", "foak.fused_lora", "check/foak.fused_lora"]
+    own = script("run").select(SMOKE.scenarios, "tiny.full*/foak")
+    assert [scenario.row.label for scenario in own] == ["fp32", "plain", "foak"], "its check is the row itself"
 
 
 def test_compared_with_itself_nothing_changed(
