@@ -25,8 +25,8 @@ _KERNELS = ("fast_loss", "fast_rms_layernorm", "fast_rope_embeddings", "fast_act
 
 SECTIONS: Mapping[str, Provided] = {
     "training.fused_ops_and_kernels": Provided("foak-fast-kernels", _KERNELS),
-    "training.attention.padding_free": Provided("foak-padding-free", ("method",)),
-    "training.dataloader.multipack": Provided("foak-padding-free", ("num_processes",)),
+    "training.attention.padding_free": Provided("foak-padding-free", ("method", "attention")),
+    "training.dataloader.multipack": Provided("foak-padding-free", ("num_processes", "max_tokens")),
     "peft.quantization.auto_gptq": Provided("foak-quantized-peft", ("kernel", "from_quantized", "use_external_lib")),
     "peft.quantization.bitsandbytes": Provided(
         "foak-quantized-peft", ("quant_type", "no_peft_model", "double_quant", "compute_dtype", "storage_dtype")

@@ -1,0 +1,142 @@
+"""What is known of a packed batch: where its sequences begin, and how they are laid out for attention.
+
+Made once for each batch on the host, by the collator; moved to the device with the batch. Nothing that reads it has to
+ask the device for a length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+
+from foak.padding_free.buckets import CALL_COST, Bucket, choose_buckets
+
+__all__ = ["PACKED", "PackedSequences"]
+
+PACKED = "foak_packed"
+"""The key of a batch, and the argument of a model's forward, that holds the `PackedSequences`."""
+
+
+class PackedSequences:
+    """The layout of sequences that were laid end to end into one row of T tokens.
+
+    Not a dataclass and not a tensor: what walks over a batch to move, cast or copy it (DDP, FSDP, accelerate, pytrees)
+    sees one object that has `to` and `pin_memory`, and leaves it whole.
+
+    Args:
+        lengths: the length of each sequence, in the order in which they lie in the row; each at least 1.
+        call_cost: of a further bucket where the batch will be computed; see `foak.padding_free.buckets`.
+
+    Attributes:
+        lengths: the same as a tuple.
+        total: T, the sum of the lengths.
+        max_length: the longest.
+        cu_seqlens: where each sequence begins, and T: int32 ``[N + 1]``.
+        sequence_ids: which sequence a token belongs to: int32 ``[1, T]``.
+        buckets: the dense sub-batches into which attention may be split; see `foak.padding_free.buckets`.
+        gather: int64 ``[P]``, P = rows of all buckets together: which token stands in each row. A row that only fills a
+            sequence up holds that sequence's last token once more, so that no value in it can be infinite.
+        restore: int64 ``[T]``: in which row each token stands.
+        is_dense: whether the rows are the tokens as they lie, so that nothing has to be moved.
+    """
+
+    def __init__(self, lengths: Sequence[int], call_cost: float = CALL_COST) -> None:
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"a packed batch needs sequences of at least one token each, not lengths {list(lengths)}")
+        self.lengths = tuple(int(length) for length in lengths)
+        self.total = sum(self.lengths)
+        self.max_length = max(self.lengths)
+        sizes = torch.tensor(self.lengths)
+        self.cu_seqlens = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+        self.sequence_ids = torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), sizes)[None]
+        self.buckets: tuple[Bucket, ...] = choose_buckets(self.lengths, call_cost)
+        self.gather, self.restore = self._rows()
+        self.is_dense = self.gather.numel() == self.total and bool((self.gather == torch.arange(self.total)).all())
+        self.call_cost = call_cost
+        self._masks: dict[Any, torch.Tensor] = {}
+        self._pieces: dict[int, Self] = {}
+
+    @classmethod
+    def from_position_ids(cls, position_ids: torch.Tensor, call_cost: float = CALL_COST) -> Self:
+        """The layout that positions ``[1, T]`` tell: a sequence begins wherever they do not go on by one.
+
+        Reads the values: on a device this waits for it.
+        """
+        positions = position_ids.reshape(-1)
+        starts = torch.nn.functional.pad(positions[1:] != positions[:-1] + 1, (1, 0), value=True)
+        places = [*starts.nonzero().flatten().tolist(), positions.numel()]
+        return cls([end - begin for begin, end in itertools.pairwise(places)], call_cost)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, call_cost: float = CALL_COST) -> Self:
+        """The layout of ``cu_seqlens`` ``[N + 1]``. Reads the values: on a device this waits for it."""
+        return cls(cu_seqlens.diff().tolist(), call_cost)
+
+    @property
+    def padded_total(self) -> int:
+        """The tokens that the same sequences take as a padded batch."""
+        return len(self.lengths) * self.max_length
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.gather.device
+
+    def position_ids(self) -> torch.Tensor:
+        """Positions that restart with each sequence: int64 ``[1, T]``, on the layout's device."""
+        starts = self.cu_seqlens[:-1].long()
+        return (torch.arange(self.total, device=self.device) - starts[self.sequence_ids[0].long()])[None]
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
+        """The layout with its tensors on another device; itself where they are there."""
+        target = torch.device(device)
+        if self.device == target or (self.device.type == target.type and target.index is None):
+            return self
+        return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The layout with its tensors in pinned memory, as a data loader makes a batch."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def split(self, size: int) -> Self:
+        """The layout of the same tokens in pieces of at most ``size``; itself where no sequence is longer."""
+        if self.max_length <= size:
+            return self
+        if size not in self._pieces:
+            pieces = [min(size, length - begin) for length in self.lengths for begin in range(0, length, size)]
+            self._pieces[size] = type(self)(pieces, self.call_cost).to(self.device, non_blocking=True)
+        return self._pieces[size]
+
+    def mask(self, key: Any, make: Any) -> torch.Tensor:
+        """A tensor that depends on the layout alone, made by ``make()`` when it is first asked for."""
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]
+
+    def __repr__(self) -> str:
+        return f"PackedSequences({list(self.lengths)})"
+
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = self.cu_seqlens[:-1].long()
+        sizes = torch.tensor(self.lengths)
+        rows = []
+        for bucket in self.buckets:
+            members = torch.tensor(bucket.members)
+            offsets = torch.minimum(torch.arange(bucket.length)[None], sizes[members, None] - 1)
+            rows.append((starts[members, None] + offsets).flatten())
+        gather = torch.cat(rows)
+        restore = torch.empty(self.total, dtype=torch.int64)
+        # backwards, so that a token's own row is written after the rows that repeat it
+        restore[gather.flip(0)] = torch.arange(gather.numel() - 1, -1, -1)
+        return gather, restore
+
+    def _map(self, function: Any) -> Self:
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        for name in ("cu_seqlens", "sequence_ids", "gather", "restore"):
+            setattr(copy, name, function(getattr(self, name)))
+        copy._masks, copy._pieces = {}, {}
+        return copy

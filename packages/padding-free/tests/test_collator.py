@@ -1,0 +1,88 @@
+"""The collator: from examples, from padded batches at either side, from batches that are flat already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import packs
+import pytest
+import torch
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, PreTrainedTokenizerFast
+
+from foak.core import UnsupportedError
+from foak.padding_free.collator import PaddingFreeCollator
+from foak.padding_free.packed import PACKED
+
+EXAMPLES = [
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+    {"input_ids": [8], "labels": [8]},
+    {"input_ids": [9, 10, 11, 12], "labels": [-100, -100, -100, -100]},
+]
+FLAT = {
+    "input_ids": [5, 6, 7, 8, 9, 10, 11, 12],
+    "labels": [-100, 6, 7, -100, -100, -100, -100, -100],
+    "position_ids": [0, 1, 2, 0, 0, 1, 2, 3],
+}
+
+
+def assert_flat(batch: dict[str, Any]) -> None:
+    assert batch[PACKED].lengths == (3, 1, 4)
+    assert {name: value.tolist() for name, value in batch.items() if name != PACKED} == {
+        name: [value] for name, value in FLAT.items()
+    }
+
+
+def test_examples_are_laid_end_to_end() -> None:
+    assert_flat(PaddingFreeCollator()(EXAMPLES))
+
+
+def test_without_labels_every_token_is_learned() -> None:
+    batch = PaddingFreeCollator()([{"input_ids": [5, 6]}, {"input_ids": torch.tensor([7, 8, 9])}])
+    assert batch["labels"].tolist() == [[-100, 6, -100, 8, 9]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_are_flattened(side: packs.Side) -> None:
+    assert_flat(PaddingFreeCollator(lambda examples: packs.padded(examples, side))(EXAMPLES))
+
+
+def test_a_collator_of_transformers_is_wrapped() -> None:
+    from tokenizers import Tokenizer, models
+
+    words = {str(number): number for number in range(20)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words)), pad_token="0")
+    assert_flat(PaddingFreeCollator(DataCollatorForSeq2Seq(tokenizer))([dict(example) for example in EXAMPLES]))
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
+def test_what_is_flat_already_is_recognised(options: dict[str, bool]) -> None:
+    assert_flat(PaddingFreeCollator(DataCollatorWithFlattening(**options))([dict(example) for example in EXAMPLES]))
+
+
+def test_other_values_of_tokens_go_along() -> None:
+    batch = packs.padded(EXAMPLES) | {"token_type_ids": torch.arange(12).view(3, 4), "weights": torch.ones(3, 4, 2)}
+    flat = PaddingFreeCollator(lambda examples: batch)(EXAMPLES)
+    assert flat["token_type_ids"].tolist() == [[0, 1, 2, 4, 8, 9, 10, 11]]
+    assert flat["weights"].shape == (1, 8, 2)
+
+
+def test_an_empty_row_of_a_padded_batch_is_left_out() -> None:
+    batch = packs.padded(EXAMPLES)
+    batch["attention_mask"][1] = 0
+    assert PaddingFreeCollator(lambda examples: batch)(EXAMPLES)[PACKED].lengths == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"pixel_values": torch.ones(1, 3)}, "the data collator gives pixel_values"),
+        ({"input_ids": torch.ones(2, 3, dtype=torch.long)}, "needs an attention_mask in the data collator's batch"),
+        (packs.padded(EXAMPLES) | {"pixel_values": torch.ones(3, 2, 2)}, r"which pixel_values .* has not \(\(3, 2, 2"),
+        (packs.padded(EXAMPLES) | {"names": ["a", "b", "c"]}, "which names .* has not"),
+        (packs.padded(EXAMPLES) | {"attention_mask": torch.ones(3, 1, 4, 4)}, r"but .* gives one of \(3, 1, 4, 4\)"),
+        ({"input_ids": torch.ones(1, 2), "attention_mask": torch.zeros(1, 2)}, "no token at all"),
+    ],
+)
+def test_what_cannot_be_flattened_is_refused(batch: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        PaddingFreeCollator(lambda examples: batch)(EXAMPLES)
