@@ -190,7 +190,12 @@ def test_what_cannot_be_read_exactly_is_refused_with_the_reason() -> None:
         assert reason in str(LINEAR_4BIT.refusal(base))
     base = layer()
     base.weight.quant_state.state2.absmax = base.weight.quant_state.state2.absmax.half()
-    assert "scales of its weight are in float16" in str(LINEAR_4BIT.refusal(base))
+    assert "1 values in float16 for scales, but must have 1 in float32" in str(LINEAR_4BIT.refusal(base))
+    base = layer()
+    base.weight.quant_state.absmax = base.weight.quant_state.absmax[:-1]
+    assert "47 values in uint8 for nested scales, but must have 48" in str(LINEAR_4BIT.refusal(base))
+    base.weight.quant_state.nested = False
+    assert "47 values in uint8 for scales, but must have 48 in float32" in str(LINEAR_4BIT.refusal(base))
 
 
 def test_int8_is_refused_because_its_inputs_are_rounded_too() -> None:

@@ -118,8 +118,10 @@ def test_a_checkpoint_quantized_in_another_way_is_refused(checkpoint: Path, tmp_
 
 
 def test_a_second_quantization_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(UnsupportedError, match="gguf_file"):
-        framework().load_model(checkpoint, gguf_file="model.gguf")
+    from transformers import BitsAndBytesConfig
+
+    with pytest.raises(UnsupportedError, match="quantization_config"):
+        framework().load_model(checkpoint, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 
 
 def test_two_quantizations_of_one_model_are_refused_naming_both_sections() -> None:

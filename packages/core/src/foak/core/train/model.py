@@ -76,9 +76,14 @@ def load_model(run: RunFile, framework: AccelerationFramework | None = None) -> 
         raise run.origin.error(
             "model.name_or_path", f"is {section.name_or_path!r}, which cannot be loaded: {reason[0]}"
         ) from error
-    if gguf_file is not None:
+    if gguf_file is not None and not _loaded_by_plugin(framework):
         _forget_gguf(model)
     return LoadedModel(model, tokenizer)
+
+
+def _loaded_by_plugin(framework: AccelerationFramework | None) -> bool:
+    """Whether a plugin's loader made the model: then its marks are the plugin's, and true."""
+    return framework is not None and any(plugin.loads for plugin in framework.active_plugins)
 
 
 def _locate(run: RunFile) -> tuple[str, str | None]:

@@ -5,6 +5,7 @@ A layer is read through its attributes, so that nothing here imports bitsandbyte
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -62,10 +63,24 @@ def _refusal_4bit(layer: nn.Module) -> str | None:
         return f"its weight was quantized as {tuple(state.shape)}, not as [out_features, in_features]"
     if state.blocksize not in BLOCKSIZES:
         return f"its weight has blocks of {state.blocksize} values"
-    scales = state.state2.absmax if state.nested else state.absmax
-    if scales.dtype is not torch.float32:
-        return f"the scales of its weight are in {str(scales.dtype).removeprefix('torch.')}"
+    return _wrong_scales(state)
+
+
+def _wrong_scales(state: Any) -> str | None:
+    """Why the scales do not fit the weight; None if they do."""
+    count = -(-prod(state.shape) // state.blocksize)
+    scales = state.absmax
+    if state.nested:
+        if scales.dtype is not torch.uint8 or scales.numel() != count:
+            return f"its weight has {_described(scales)} for nested scales, but must have {count} in uint8"
+        count, scales = -(-count // state.state2.blocksize), state.state2.absmax
+    if scales.dtype is not torch.float32 or scales.numel() != count:
+        return f"its weight has {_described(scales)} for scales, but must have {count} in float32"
     return None
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.numel()} values in {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _decode_layer(layer: nn.Module, dtype: torch.dtype, out: Tensor | None) -> Tensor:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foak.core.errors import UnsupportedError
 from foak.core.plugin import Key, Section, require_package
+from foak.quantized_peft.bitsandbytes.checkpoint import check_stored
+from foak.quantized_peft.bitsandbytes.layers import LINEAR_4BIT, quant_state_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainingArguments
+    from torch import nn
+    from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 
 __all__ = ["KEYS", "PATH", "augment", "check", "diagnose", "load_model"]
 
@@ -55,25 +60,35 @@ def check(section: Section) -> None:
 
 
 def load_model(section: Section, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
-    """Loads a causal language model with its linear layers in 4 bits (the head and embeddings stay as they are).
+    """Loads a causal language model with its linear layers in 4 bits.
+
+    The head, the embeddings and the norms stay in the dtype that they are loaded with: there is no copy of them in
+    fp32, which none of the precision modes needs. (PEFT's `prepare_model_for_kbit_training` makes one. Nothing else in
+    it is needed either: PEFT freezes the base, and transformers and TRL make the inputs of checkpointed layers require
+    a gradient where the kind of checkpointing wants it.)
 
     Args:
         section: the keys of the section.
         name_or_path: folder or hub id of an unquantized model, or of one that bitsandbytes has already quantized
             in the same way.
         **kwargs: further arguments of `from_pretrained`. `dtype` is that of the weights that stay, and of the
-            products where `compute_dtype` is auto (the checkpoint's own if no `dtype` is given).
+            products where `compute_dtype` is auto (the checkpoint's own if no `dtype` is given). A `gguf_file` is
+            dequantized to `dtype` (float32 if none is given) and then quantized.
 
     Raises:
-        UnsupportedError: the checkpoint is quantized in another way, or a second quantization is asked for.
+        UnsupportedError: the checkpoint is quantized in another way, is incomplete, or a second quantization is asked
+            for.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     path = f"{section.root}.{PATH}"
-    for name in ("gguf_file", "quantization_config", "load_in_4bit", "load_in_8bit"):
-        if kwargs.get(name):
+    gguf_file = kwargs.get("gguf_file")
+    for name in ("quantization_config", "load_in_4bit", "load_in_8bit"):
+        if kwargs.get(name) and not (gguf_file and name == "quantization_config"):
             raise UnsupportedError(f"{path} cannot be combined with the argument {name} of load_model; remove one")
+    if gguf_file:
+        return _load_gguf(section, name_or_path, kwargs)
     source = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in kwargs}
     config = AutoConfig.from_pretrained(name_or_path, **source)
     compute = section["compute_dtype"]
@@ -83,37 +98,34 @@ def load_model(section: Section, name_or_path: str, **kwargs: Any) -> PreTrained
         compute = config.dtype or torch.bfloat16
     stored = getattr(config, "quantization_config", None)
     if stored is None:
-        kwargs["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-            load_in_4bit=True,
-            bnb_4bit_quant_type=section["quant_type"],
-            bnb_4bit_use_double_quant=section["double_quant"],
-            bnb_4bit_compute_dtype=compute,
-            bnb_4bit_quant_storage=getattr(torch, section["storage_dtype"]),
-        )
+        kwargs["quantization_config"] = _quantization(section, compute)
     else:
         # transformers prefers the checkpoint's own settings to given ones, so all of them must agree, but for the
         # compute dtype, which is no property of the stored weights.
         stored = dict(stored) if isinstance(stored, dict) else stored.to_dict()
-        _check_checkpoint(section, name_or_path, stored)
+        _check_settings(section, name_or_path, stored)
+        check_stored(Path(name_or_path))
         stored["bnb_4bit_compute_dtype"] = str(compute).removeprefix("torch.")
         config.quantization_config = stored
         kwargs["config"] = config
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+    _check_loaded(section, name_or_path, model)
     return model
 
 
 def augment(
     section: Section, model: PreTrainedModel, train_args: TrainingArguments | None, peft_config: Any | None
 ) -> None:
-    """Refuses a 4-bit model that has no adapter, unless `no_peft_model` says that this is meant.
+    """Refuses a 4-bit or 8-bit model that has no adapter, unless `no_peft_model` says that this is meant.
 
     Raises:
         UnsupportedError: nothing in the model could be trained.
     """
-    if section["no_peft_model"] or peft_config is not None or not getattr(model, "is_loaded_in_4bit", False):
+    bits = 4 if getattr(model, "is_loaded_in_4bit", False) else 8 if getattr(model, "is_loaded_in_8bit", False) else 0
+    if section["no_peft_model"] or peft_config is not None or not bits:
         return
     raise UnsupportedError(
-        f"The model's weights are in 4 bits and it has no adapter, so nothing could train: add a LoRA with PEFT "
+        f"The model's weights are in {bits} bits and it has no adapter, so nothing could train: add a LoRA with PEFT "
         f"before apply, give its peft_config, or set {section.key('no_peft_model')} to true"
     )
 
@@ -127,7 +139,49 @@ def diagnose() -> Sequence[tuple[str, str]]:
     return (("4-bit base", found),)
 
 
-def _check_checkpoint(section: Section, name: str, stored: dict[str, Any]) -> None:
+def _quantization(section: Section, compute: Any) -> BitsAndBytesConfig:
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type=section["quant_type"],
+        bnb_4bit_use_double_quant=section["double_quant"],
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=getattr(torch, section["storage_dtype"]),
+    )
+
+
+def _load_gguf(section: Section, name_or_path: str, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Loads dense weights from a GGUF file, and quantizes them as if they came from a checkpoint."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    dtype = kwargs.get("dtype", "auto")
+    dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dense = {**kwargs, "dtype": dtype, "device_map": "cpu"}
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    if gguf_config is not None:  # releases that have it may otherwise keep the weights packed
+        dense["quantization_config"] = gguf_config(dequantize=True)
+    source: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_path, **dense)
+    config = copy.deepcopy(source.config)
+    config.__dict__.pop("quantization_config", None)
+    compute = dtype if section["compute_dtype"] == "auto" else section["compute_dtype"]
+    rest = {name: value for name, value in kwargs.items() if name not in ("gguf_file", "quantization_config")}
+    model: PreTrainedModel = type(source).from_pretrained(
+        None,
+        config=config,
+        state_dict=source.state_dict(),
+        **{**rest, "dtype": dtype, "quantization_config": _quantization(section, compute)},
+    )
+    model.name_or_path = name_or_path
+    model.generation_config = source.generation_config
+    _check_loaded(section, name_or_path, model)
+    return model
+
+
+def _check_settings(section: Section, name: str, stored: dict[str, Any]) -> None:
     """Refuses a checkpoint whose own quantization is not the one asked for."""
     if stored.get("quant_method") != "bitsandbytes" or not stored.get("load_in_4bit"):
         kind = "8-bit bitsandbytes" if stored.get("load_in_8bit") else stored.get("quant_method")
@@ -145,3 +199,23 @@ def _check_checkpoint(section: Section, name: str, stored: dict[str, Any]) -> No
                 f"{name} is stored with {key} {stored.get(field)}, but {section.key(key)} is "
                 f"{section[key]}; set the key to the checkpoint's value"
             )
+
+
+def _check_loaded(section: Section, name: str, model: PreTrainedModel) -> None:
+    """Refuses a model in which a weight is not what its configuration says, or in which nothing is in 4 bits."""
+    layers = [(where, layer) for where, layer in model.named_modules() if _is_4bit(layer)]
+    if not layers:
+        raise UnsupportedError(
+            f"{name}: bitsandbytes found no linear layer to quantize, so {section.root}.{PATH} fits not"
+        )
+    for where, layer in layers:
+        reason = LINEAR_4BIT.refusal(layer)
+        state = quant_state_of(layer)
+        if reason is None and state is not None and state.quant_type != section["quant_type"]:
+            reason = f"its weight is stored in {state.quant_type}, not in {section['quant_type']}"
+        if reason is not None:
+            raise UnsupportedError(f"{name} cannot be used: {where}: {reason}")
+
+
+def _is_4bit(layer: nn.Module) -> bool:
+    return any(kind.__name__ == "Linear4bit" for kind in type(layer).__mro__)
