@@ -5,7 +5,9 @@ adapters' share to the input's gradient in the same pass. Both apply dropout mas
 `GROUP` adapters that share the wide operand.
 
 A factor of more bits than the wide operand (fp32 beside bf16) is split into `PARTS` numbers of the narrow dtype that
-add up to it, each multiplied on the tensor cores: 3 bf16 parts hold all 24 bits of an fp32 number.
+add up to it, each multiplied on the tensor cores: 3 bf16 parts hold all 24 bits of an fp32 number. The products of the
+first parts and those of the others have a sum each: tensor cores cut off what lies below a sum's last bit, and so the
+large sum is cut no more often than it has terms.
 """
 
 from collections.abc import Sequence
@@ -27,33 +29,39 @@ _ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
+def _streams():
+    """The numbers that tell the masks of a launch apart."""
+    return tl.full([], 0, tl.uint32), tl.full([], 1, tl.uint32), tl.full([], 2, tl.uint32)
+
+
+@triton.jit
 def _kept(seed, stream, rows, first_column, threshold, BLOCK: tl.constexpr):
     """Which of [rows, BLOCK] elements are kept; `first_column` is a multiple of 8."""
     groups = (tl.arange(0, BLOCK // _COLUMNS_PER_CALL) + first_column // _COLUMNS_PER_CALL).to(tl.uint32)
     row = rows.to(tl.uint32)[:, None] + tl.zeros_like(groups)[None, :]
     group = groups[None, :] + tl.zeros_like(row)
     zero = tl.zeros_like(row)
-    w0, w1, w2, w3 = tl.philox(seed, row, group, zero + stream.to(tl.uint32), zero, n_rounds=_ROUNDS)
+    w0, w1, w2, w3 = tl.philox(seed, row, group, zero + stream, zero, n_rounds=_ROUNDS)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
     numbers = tl.join(words, (words << 16) | (words >> 16))
     return numbers.reshape(rows.shape[0], BLOCK) >= threshold.to(tl.uint32)
 
 
 @triton.jit
-def _split_dot(narrow, factor, acc, PARTS: tl.constexpr):
-    """acc + narrow @ factor, `factor` in `PARTS` parts of `narrow`'s dtype."""
+def _split_dot(narrow, factor, acc, fine, PARTS: tl.constexpr):
+    """acc + fine + narrow @ factor, `factor` in `PARTS` parts of `narrow`'s dtype, the first of which goes into acc."""
     part = factor.to(narrow.dtype)
     acc = tl.dot(narrow, part, acc)
     for _ in tl.static_range(1, PARTS):
         factor = factor.to(tl.float32) - part.to(tl.float32)
         part = factor.to(narrow.dtype)
-        acc = tl.dot(narrow, part, acc)
-    return acc
+        fine = tl.dot(narrow, part, fine)
+    return acc, fine
 
 
 @triton.jit
 def _project_one(
-    x, acc, factor_ptr, columns, seed, stream, rows, first, threshold,
+    x, acc, fine, factor_ptr, columns, seed, stream, rows, first, threshold,
     K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, STRIDE_R: tl.constexpr, STRIDE_K: tl.constexpr,
     DROPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +70,7 @@ def _project_one(
     ranks = tl.arange(0, R)
     mask = (columns < K)[:, None] & (ranks < RANK)[None, :]
     offsets = columns.to(tl.int64)[:, None] * STRIDE_K + ranks[None, :] * STRIDE_R
-    return _split_dot(x, tl.load(factor_ptr + offsets, mask=mask, other=0.0), acc, PARTS)
+    return _split_dot(x, tl.load(factor_ptr + offsets, mask=mask, other=0.0), acc, fine, PARTS)
 
 
 @triton.jit(do_not_specialize=["row_count", "seed", "threshold0", "threshold1", "threshold2"])
@@ -80,34 +88,36 @@ def _project_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < row_count
+    stream0, stream1, stream2 = _streams()
     acc0 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     acc1 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     acc2 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
+    fine0, fine1, fine2 = acc0, acc0, acc0
     for first in range(0, K, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
         mask = in_rows[:, None] & (columns < K)[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
-        acc0 = _project_one(
-            x, acc0, factor0_ptr, columns, seed, tl.full([], 0, tl.int32), rows, first, threshold0,
+        acc0, fine0 = _project_one(
+            x, acc0, fine0, factor0_ptr, columns, seed, stream0, rows, first, threshold0,
             K, RANK0, R, STRIDE_R, STRIDE_K, DROPS0, PARTS, BLOCK_K,
         )  # fmt: skip
         if COUNT > 1:
-            acc1 = _project_one(
-                x, acc1, factor1_ptr, columns, seed, tl.full([], 1, tl.int32), rows, first, threshold1,
+            acc1, fine1 = _project_one(
+                x, acc1, fine1, factor1_ptr, columns, seed, stream1, rows, first, threshold1,
                 K, RANK1, R, STRIDE_R, STRIDE_K, DROPS1, PARTS, BLOCK_K,
             )  # fmt: skip
         if COUNT > 2:
-            acc2 = _project_one(
-                x, acc2, factor2_ptr, columns, seed, tl.full([], 2, tl.int32), rows, first, threshold2,
+            acc2, fine2 = _project_one(
+                x, acc2, fine2, factor2_ptr, columns, seed, stream2, rows, first, threshold2,
                 K, RANK2, R, STRIDE_R, STRIDE_K, DROPS2, PARTS, BLOCK_K,
             )  # fmt: skip
     out = out_ptr + rows[:, None] * R + tl.arange(0, R)[None, :]
-    tl.store(out, acc0 * scale0, mask=in_rows[:, None])
+    tl.store(out, (acc0 + fine0) * scale0, mask=in_rows[:, None])
     member = tl.cast(row_count, tl.int64) * R
     if COUNT > 1:
-        tl.store(out + member, acc1 * scale1, mask=in_rows[:, None])
+        tl.store(out + member, (acc1 + fine1) * scale1, mask=in_rows[:, None])
     if COUNT > 2:
-        tl.store(out + 2 * member, acc2 * scale2, mask=in_rows[:, None])
+        tl.store(out + 2 * member, (acc2 + fine2) * scale2, mask=in_rows[:, None])
 
 
 @triton.jit
@@ -119,7 +129,7 @@ def _load_factor(a_ptr, columns, K: tl.constexpr, RANK: tl.constexpr, R: tl.cons
 
 @triton.jit
 def _reduce_one(
-    x, dx, acc, z_ptr, a, seed, stream, rows, in_rows, first, threshold,
+    x, dx, acc, fine, z_ptr, a, seed, stream, rows, in_rows, first, threshold,
     R: tl.constexpr, DROPS: tl.constexpr, NEEDS_DX: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One adapter's part of a tile: its factor's gradient, and what it adds to the input's gradient."""
@@ -133,20 +143,21 @@ def _reduce_one(
     for _ in tl.static_range(1, PARTS):
         z = z - part.to(tl.float32)
         part = z.to(x.dtype)
-        acc = tl.dot(tl.trans(part), x, acc)
+        fine = tl.dot(tl.trans(part), x, fine)
     if NEEDS_DX:
         z = tl.load(z_ptr + rows[:, None] * R + tl.arange(0, R)[None, :], mask=in_rows[:, None], other=0.0)
         share = tl.zeros([x.shape[0], BLOCK_K], dtype=tl.float32)
         part = z.to(x.dtype)
         for index in tl.static_range(PARTS):  # z's parts from coarse to fine, with as many of the factor's as matter
-            share = _split_dot(part, a, share, PARTS - index)
+            share, rest = _split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
+            share += rest
             if index + 1 < PARTS:
                 z = z - part.to(tl.float32)
                 part = z.to(x.dtype)
         if DROPS:
             share = tl.where(kept, share, 0.0)
         dx += share
-    return dx, acc
+    return dx, acc, fine
 
 
 @triton.jit(do_not_specialize=["row_count", "seed", "threshold0", "threshold1", "threshold2"])
@@ -165,9 +176,11 @@ def _reduce_kernel(
     first = tl.program_id(0) * BLOCK_K
     columns = first + tl.arange(0, BLOCK_K)
     in_row = columns < K
+    stream0, stream1, stream2 = _streams()
     acc0 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
     acc1 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
     acc2 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
+    fine0, fine1, fine2 = acc0, acc0, acc0
     a0, a1, a2 = acc0, acc0, acc0
     if NEEDS_DX:
         a0 = _load_factor(a0_ptr, columns, K, RANK0, R).to(tl.float32)
@@ -185,28 +198,28 @@ def _reduce_kernel(
         places = dx_ptr + rows[:, None] * K + columns[None, :]
         if NEEDS_DX:
             dx = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-        dx, acc0 = _reduce_one(
-            x, dx, acc0, z_ptr, a0, seed, tl.full([], 0, tl.int32), rows, in_rows, first, threshold0,
+        dx, acc0, fine0 = _reduce_one(
+            x, dx, acc0, fine0, z_ptr, a0, seed, stream0, rows, in_rows, first, threshold0,
             R, DROPS0, NEEDS_DX, PARTS, BLOCK_K,
         )  # fmt: skip
         if COUNT > 1:
-            dx, acc1 = _reduce_one(
-                x, dx, acc1, z_ptr + member, a1, seed, tl.full([], 1, tl.int32), rows, in_rows, first, threshold1,
+            dx, acc1, fine1 = _reduce_one(
+                x, dx, acc1, fine1, z_ptr + member, a1, seed, stream1, rows, in_rows, first, threshold1,
                 R, DROPS1, NEEDS_DX, PARTS, BLOCK_K,
             )  # fmt: skip
         if COUNT > 2:
-            dx, acc2 = _reduce_one(
-                x, dx, acc2, z_ptr + 2 * member, a2, seed, tl.full([], 2, tl.int32), rows, in_rows, first, threshold2,
+            dx, acc2, fine2 = _reduce_one(
+                x, dx, acc2, fine2, z_ptr + 2 * member, a2, seed, stream2, rows, in_rows, first, threshold2,
                 R, DROPS2, NEEDS_DX, PARTS, BLOCK_K,
             )  # fmt: skip
         if NEEDS_DX:
             tl.store(places, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     out = partial_ptr + tl.program_id(1).to(tl.int64) * COUNT * R * K + tl.arange(0, R)[:, None] * K + columns[None, :]
-    tl.store(out, acc0, mask=in_row[None, :])
+    tl.store(out, acc0 + fine0, mask=in_row[None, :])
     if COUNT > 1:
-        tl.store(out + R * K, acc1, mask=in_row[None, :])
+        tl.store(out + R * K, acc1 + fine1, mask=in_row[None, :])
     if COUNT > 2:
-        tl.store(out + 2 * R * K, acc2, mask=in_row[None, :])
+        tl.store(out + 2 * R * K, acc2 + fine2, mask=in_row[None, :])
 
 
 def project(
@@ -240,6 +253,7 @@ def project(
     out = x.new_empty((count, rows.shape[0], rank), dtype=torch.float32)
     sms = multiprocessor_count(x)
     block = next(size for size in (64, 32, 16) if size == 16 or rows.shape[0] >= size * sms // 2)
+    masked = any(p > 0 for p in drops)
     fill = GROUP - count
     thresholds = [threshold_of(p) for p in drops] + [0] * fill
     with on_device_of(x):
@@ -249,7 +263,7 @@ def project(
             K=length, RANK0=ranks[0], RANK1=(*ranks, 1, 1)[1], RANK2=(*ranks, 1, 1)[2], R=rank,
             STRIDE_R=1 if transposed else length, STRIDE_K=ranks[0] if transposed else 1, COUNT=count,
             DROPS0=drops[0] > 0, DROPS1=count > 1 and drops[1] > 0, DROPS2=count > 2 and drops[2] > 0,
-            PARTS=parts, BLOCK_N=block, BLOCK_K=128 if rank <= 64 else 64, num_warps=4, num_stages=3,
+            PARTS=parts, BLOCK_N=block, BLOCK_K=128 if rank <= 64 else 64, num_warps=8 if masked else 4, num_stages=3,
         )  # fmt: skip
     return out
 
@@ -278,9 +292,9 @@ def reduce_rows(
     count, row_count, rank = z.shape
     rows, stride = row_view(x, x.shape[-1])
     length = x.shape[-1]
-    block_n, block_k = (64, 128) if rank <= 32 else (32, 64)
+    block_n, block_k = (32, 128) if rank <= 32 else (32, 64)
     blocks = -(-length // block_k)
-    splits = max(1, min(-(-row_count // block_n), 4 * multiprocessor_count(x) // blocks))
+    splits = max(1, min(-(-row_count // block_n), 8 * multiprocessor_count(x) // blocks))
     partial = x.new_empty((splits, count, rank, length), dtype=torch.float32)
     given = list(factors) if dx is not None else [z] * count
     ranks = [factor.shape[0] for factor in factors] if dx is not None else [1] * count
