@@ -7,7 +7,9 @@ nothing; and the trained model is not saved.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.metadata
 import os
 import statistics
 import tempfile
@@ -136,7 +138,7 @@ def measure(scenario: Scenario, scratch: Path, console: Console) -> dict[str, An
     if scenario.row.by == "compile":
         torch.compiler.reset()
     _forget(device)
-    return {"versions": report["versions"], "device": report["device"], "figures": figures}
+    return {"versions": {**report["versions"], **_peers()}, "device": report["device"], "figures": figures}
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -150,6 +152,15 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
         "max": max(seconds),
     }
     return {name: round(value, 6) for name, value in found.items()}
+
+
+def _peers() -> dict[str, str]:
+    """The versions of the peers that are installed, whether this scenario is theirs or not."""
+    found = {}
+    for name in ("gptqmodel", "liger-kernel", "unsloth", "unsloth-zoo"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _prepare(

@@ -148,16 +148,8 @@ class Runner:
     def _follow(self, worker: subprocess.Popen[str], scenarios: Sequence[Scenario], job: Path, log: Path) -> int:
         done = 0
         tail: list[str] = []
-        timed_out = threading.Event()
-
-        def stop() -> None:
-            timed_out.set()
-            _end(worker)
-
-        clock = threading.Timer(self.timeout, stop)
-        clock.start()
-        assert worker.stdout is not None
-        with log.open("w", encoding="utf-8") as stream:
+        with _Alarm(self.timeout, lambda: _end(worker)) as alarm, log.open("w", encoding="utf-8") as stream:
+            assert worker.stdout is not None
             for line in worker.stdout:
                 stream.write(line)
                 tail = [*tail[-20:], line.strip()] if line.strip() else tail
@@ -165,21 +157,16 @@ class Runner:
                     continue
                 event, index = line.removeprefix(MARK).split()
                 if event == "start":
-                    clock.cancel()
-                    clock = threading.Timer(self.timeout, stop)
-                    clock.start()
+                    alarm.wind()
                     self.report(scenarios[int(index)], None)
                 else:
                     result = json.loads(job.with_name(f"result-{index}.json").read_text(encoding="utf-8"))
                     self._add(scenarios[int(index)], result)
                     done = int(index) + 1
-        clock.cancel()
         code = worker.wait()
-        if code == 0 and not timed_out.is_set() and done > 0:
+        if done == len(scenarios) or (code == 0 and done > 0):
             return done
-        if done == len(scenarios):
-            return done
-        self._add(scenarios[done], _failure(code, timed_out.is_set(), self.timeout, tail, log))
+        self._add(scenarios[done], _failure(code, alarm.rang, self.timeout, tail, log))
         return done + 1
 
     def _add(self, scenario: Scenario, result: dict[str, Any]) -> None:
@@ -200,6 +187,38 @@ class Runner:
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+
+class _Alarm:
+    """Calls a function once the time since it was last wound is over; a context manager."""
+
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        self.seconds = seconds
+        self.call = call
+        self.rang = False
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> _Alarm:
+        self.wind()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def wind(self) -> None:
+        """Begins anew."""
+        self._stop()
+        self._timer = threading.Timer(self.seconds, self._ring)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _ring(self) -> None:
+        self.rang = True
+        self.call()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def _launcher(gpus: int) -> list[str]:

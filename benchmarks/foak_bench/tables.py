@@ -48,7 +48,15 @@ def _speed_tables(folders: Mapping[str, Records], wanted: Callable[[Record], boo
 
 
 def _speed_table(chosen: Sequence[Record], records: Records) -> str:
-    header = ["work", "by", "tokens/s", "against plain", "step, s (p10 – p90)", "peak GiB (held)", "loss off fp32"]
+    header = [
+        "work",
+        "by",
+        "tokens/s",
+        "against plain",
+        "step, s (p10 – p90)",
+        "peak GiB (held)",
+        "loss (gradient norm) off fp32",
+    ]
     rows = []
     for group, members in _groups(chosen):
         for index, record in enumerate(members):
@@ -69,7 +77,15 @@ def _speed_table(chosen: Sequence[Record], records: Records) -> str:
 
 
 def _kernel_tables(folders: Mapping[str, Records]) -> Iterator[str]:
-    header = ["work", "kernel", "tokens/s", "against plain", "peak GiB", "against plain", "loss off fp32"]
+    header = [
+        "work",
+        "kernel",
+        "tokens/s",
+        "against plain",
+        "peak GiB",
+        "against plain",
+        "loss (gradient norm) off fp32",
+    ]
     for records in folders.values():
         groups = {r.scenario.group for r in records.values() if _one_kernel(r) and r.runs and not r.scenario.check}
         chosen = [
@@ -107,7 +123,15 @@ def terminal_tables(records: Records) -> Group:
     tables = []
     chosen = [record for record in records.values() if not record.scenario.check]
     for group, members in _groups(chosen):
-        header = ("by", "tokens/s", "against plain", "step, s", "p10 – p90", "peak GiB (held)", "loss off fp32")
+        header = (
+            "by",
+            "tokens/s",
+            "against plain",
+            "step, s",
+            "p10 – p90",
+            "peak GiB (held)",
+            "loss (gradient norm) off fp32",
+        )
         table = Table(*header, title=escape(group), title_justify="left")
         for record in members:
             label = escape(record.scenario.row.label)

@@ -44,9 +44,8 @@ class Verdict:
     def __str__(self) -> str:
         if self.counts is None:
             return f"unchecked: {self.reason}"
-        return (
-            f"{self.distance:.4f}" if self.counts else f"{self.distance:.4f}, does not count (plain {self.plain:.4f})"
-        )
+        text = f"{self.distance:.4f} ({self.grad_norm:.1%})"
+        return text if self.counts else f"{text}, does not count: plain is {self.plain:.4f} off"
 
 
 def judge(record: Record, records: Mapping[str, Record]) -> Verdict:
