@@ -33,7 +33,8 @@ def impossible(scenario: Scenario, devices: int) -> str | None:
         return f"needs {work.gpus} GPUs; here {'is 1' if devices == 1 else f'are {devices}'}"
     if work.method == "qlora-nf4" and importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
-    if work.method == "gptq" and by != "foak" and importlib.util.find_spec("gptqmodel") is None:
+    loaded = work.precision != "fp32"  # otherwise the decoded weights are trained
+    if work.method == "gptq" and by != "foak" and loaded and importlib.util.find_spec("gptqmodel") is None:
         return "gptqmodel is not installed: without it transformers loads no GPTQ model"
     if by == "unsloth" and work.gpus > 1:
         return "unsloth trains on one GPU"
@@ -52,19 +53,21 @@ def targets(work: Work) -> list[str]:
 
 
 def acceleration(scenario: Scenario) -> dict[str, Any] | None:
-    """The section `acceleration` of the run file; None for everyone but foak, and for float32 on decoded weights."""
+    """The section `acceleration` of the run file; None for everyone but foak."""
     if scenario.row.by != "foak":
         return None
+    row = scenario.row
+    training: dict[str, Any] = {}
+    for plugin in row.plugins.values():
+        training |= plugin
     base = {"qlora-nf4": "bitsandbytes", "gptq": "auto_gptq"}.get(scenario.work.method)
-    switches = dict(scenario.row.kernels)
-    plugins: dict[str, Any] = {key: dict(value) for key, value in scenario.work.plugins.items()}
     if base is None:
-        plugins.setdefault("training", {})["fused_ops_and_kernels"] = switches
-    else:
-        loader = {"quant_type": "nf4"} if base == "bitsandbytes" else {"kernel": "triton_v2", "from_quantized": True}
-        kernels = {"fused_ops_and_kernels": {"base_layer": base, **switches}}
-        plugins.setdefault("peft", {})["quantization"] = {base: loader, **kernels}
-    return {"plugins": plugins}
+        return {"plugins": {"training": {"fused_ops_and_kernels": row.kernels, **training}}}
+    loader = {"quant_type": "nf4"} if base == "bitsandbytes" else {"kernel": "triton_v2", "from_quantized": True}
+    quantization: dict[str, Any] = {base: loader}
+    if row.kernels:
+        quantization["fused_ops_and_kernels"] = {"base_layer": base, **row.kernels}
+    return {"plugins": {"peft": {"quantization": quantization}, **({"training": training} if training else {})}}
 
 
 def compile_layers(model: Any) -> None:

@@ -2,8 +2,9 @@
 
 A set holds groups. A group names the work (every field that is a list is an axis of a matrix, so a group may stand for
 several works) and the rows that do this work: `plain`, `compile`, `liger`, `unsloth`, `foak` (every kernel),
-`foak:NAME+NAME` (these kernels alone) and `foak:each` (one row for each kernel alone). `check` changes the work, mostly
-to a smaller one, for the runs whose losses are held against one in float32.
+`foak:NAME+NAME` (these alone), `foak:each` (one row for each kernel alone) and `foak:none` (a quantized base's loader
+alone). `all` stands for every kernel beside a plugin: `foak:all+padding_free`. `check` changes the work, mostly to a
+smaller one, for the runs whose losses are held against one in float32.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ KERNELS: dict[str, Any] = {
 }
 """The switches of the kernels plugin, with the value that a row gives them."""
 
+PLUGINS: dict[str, Any] = {
+    "padding_free": {"attention": {"padding_free": {"method": "huggingface"}}},
+}
+"""What else a row of foak's may name, with its stanza under `plugins.training`."""
+
 PEERS = ("plain", "compile", "liger", "unsloth")
 
 
@@ -57,7 +63,6 @@ class Work:
         data: every sequence full, or lengths of a heavy-tailed distribution.
         steps, warmup: measured steps, after steps that are left out.
         training: further fields of SFTConfig.
-        plugins: further plugins of foak's rows, as in a foak.yaml.
     """
 
     model: str
@@ -75,7 +80,6 @@ class Work:
     steps: int = 20
     warmup: int = 3
     training: dict[str, Any] = field(default_factory=dict)
-    plugins: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -89,17 +93,7 @@ class Work:
         parts += [self.data] if self.data != "dense" else []
         parts += [f"{self.gpus}gpus"] if self.gpus > 1 else []
         parts += [f"{key}-{value}" for key, value in sorted(self.training.items())]
-        parts += [".".join(leaves(self.plugins))] if self.plugins else []
         return ".".join(parts)
-
-
-def leaves(mapping: Mapping[str, Any]) -> Iterator[str]:
-    """The innermost keys of nested mappings that hold a mapping or a value."""
-    for key, value in mapping.items():
-        if isinstance(value, dict) and any(isinstance(item, dict) for item in value.values()):
-            yield from leaves(value)
-        else:
-            yield key
 
 
 @dataclass(frozen=True)
@@ -110,11 +104,13 @@ class Row:
         label: what it is called in tables and file names, such as `foak` or `foak.fast_loss`.
         by: `plain`, `compile`, `liger`, `unsloth` or `foak`.
         kernels: foak's switches, by name.
+        plugins: foak's further plugins, by name.
     """
 
     label: str
     by: str
     kernels: dict[str, Any] = field(default_factory=dict)
+    plugins: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -235,21 +231,35 @@ def _rows_of(labels: list[str], work: Work, key: str, origin: Origin) -> Iterato
         if by in PEERS and not chosen:
             yield Row(by, by)
         elif by != "foak":
-            raise origin.error(key, f"holds {label!r}; a row is foak, foak:NAME+NAME, foak:each, {', '.join(PEERS)}")
-        elif chosen in ("", "all"):
+            raise origin.error(
+                key, f"holds {label!r}; a row is foak, foak:NAME+NAME, foak:each, foak:none, {', '.join(PEERS)}"
+            )
+        elif chosen == "":
             yield Row("foak", "foak", usable)
         elif chosen == "each":
             for name, on in usable.items():
                 yield Row(f"foak.{name}", "foak", {name: on})
         else:
-            names = chosen.split("+")
-            for name in names:
-                if name not in usable:
-                    raise _unknown_kernel(name, usable, key, origin)
-            yield Row(f"foak.{chosen}", "foak", {name: usable[name] for name in names})
+            yield _row_of(chosen, usable, key, origin)
 
 
-def _unknown_kernel(name: str, usable: Mapping[str, Any], key: str, origin: Origin) -> ConfigError:
+def _row_of(chosen: str, usable: Mapping[str, Any], key: str, origin: Origin) -> Row:
+    """The row of `NAME+NAME`, `none` or `all`."""
+    kernels: dict[str, Any] = {}
+    plugins: dict[str, Any] = {}
+    for name in chosen.split("+"):
+        if name == "all":
+            kernels |= usable
+        elif name in PLUGINS:
+            plugins[name] = PLUGINS[name]
+        elif name in usable:
+            kernels[name] = usable[name]
+        elif chosen != "none":
+            raise _unknown_kernel(name, [*usable, *PLUGINS], key, origin)
+    return Row(f"foak.{chosen}", "foak", kernels, plugins)
+
+
+def _unknown_kernel(name: str, usable: list[str], key: str, origin: Origin) -> ConfigError:
     return origin.error(
-        key, f"names {name!r}; a kernel of this method is {', '.join(usable)}{did_you_mean(name, usable)}"
+        key, f"names {name!r}; of this method there are {', '.join(usable)}{did_you_mean(name, usable)}"
     )

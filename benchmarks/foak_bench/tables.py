@@ -55,7 +55,7 @@ def _speed_table(chosen: Sequence[Record], records: Records) -> str:
         "against plain",
         "step, s (p10 – p90)",
         "peak GiB (held)",
-        "loss (gradient norm) off fp32",
+        "loss (norm) off fp32",
     ]
     rows = []
     for group, members in _groups(chosen):
@@ -84,7 +84,7 @@ def _kernel_tables(folders: Mapping[str, Records]) -> Iterator[str]:
         "against plain",
         "peak GiB",
         "against plain",
-        "loss (gradient norm) off fp32",
+        "loss (norm) off fp32",
     ]
     for records in folders.values():
         groups = {r.scenario.group for r in records.values() if _one_kernel(r) and r.runs and not r.scenario.check}
@@ -130,7 +130,7 @@ def terminal_tables(records: Records) -> Group:
             "step, s",
             "p10 – p90",
             "peak GiB (held)",
-            "loss (gradient norm) off fp32",
+            "loss (norm) off fp32",
         )
         table = Table(*header, title=escape(group), title_justify="left")
         for record in members:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foak_bench.records import MEASURED, Record
-from foak_bench.scenarios import FP32, Scenario
+from foak_bench.scenarios import FP32
 
 __all__ = ["ROUNDING", "Verdict", "distance", "judge"]
 
@@ -42,9 +42,11 @@ class Verdict:
     reason: str = ""
 
     def __str__(self) -> str:
-        if self.counts is None:
+        if self.distance is None:
             return f"unchecked: {self.reason}"
         text = f"{self.distance:.4f} ({self.grad_norm:.1%})"
+        if self.counts is None:
+            return f"{text}, unchecked: {self.reason}"
         return text if self.counts else f"{text}, does not count: plain is {self.plain:.4f} off"
 
 
@@ -59,17 +61,17 @@ def judge(record: Record, records: Mapping[str, Record]) -> Verdict:
     precise = _measured(records, group, FP32, check=True)
     if precise is None:
         return Verdict(None, reason="no float32 run")
-    candidates = {}
-    for name in (label, "plain"):
-        found = _measured(records, group, name, check=True) or _measured(records, group, name, check=False)
-        if found is None or not _comparable(found.scenario, precise.scenario):
-            return Verdict(None, reason=f"no run of {name} beside the float32 one")
-        candidates[name] = found
-    own, plain = distance(candidates[label].loss, precise.loss), distance(candidates["plain"].loss, precise.loss)
-    allowed = plain + ROUNDING * max(precise.loss)
-    norms = zip(candidates[label].grad_norm, precise.grad_norm, strict=True)
+    own, plain = (_beside(records, group, name, precise) for name in (label, "plain"))
+    if own is None:
+        return Verdict(None, reason="not run beside the float32 one")
+    off = distance(own.loss, precise.loss)
+    norms = zip(own.grad_norm, precise.grad_norm, strict=True)
     apart = max(abs(norm - exact) / exact for norm, exact in norms)
-    return Verdict(own <= allowed, own, plain, apart)
+    if plain is None:
+        return Verdict(None, off, None, apart, "plain did not run")
+    allowed = distance(plain.loss, precise.loss)
+    near = math.isfinite(off) and off <= allowed + ROUNDING * max(precise.loss)
+    return Verdict(near, off, allowed, apart)
 
 
 def distance(loss: list[float], precise: list[float]) -> float:
@@ -83,6 +85,10 @@ def _measured(records: Mapping[str, Record], group: str, label: str, *, check: b
     return found if found is not None and found.status == MEASURED else None
 
 
-def _comparable(one: Scenario, precise: Scenario) -> bool:
-    """Whether two scenarios train the same thing but for the precision."""
-    return {**one.to_dict()["work"], "precision": ""} == {**precise.to_dict()["work"], "precision": ""}
+def _beside(records: Mapping[str, Record], group: str, label: str, precise: Record) -> Record | None:
+    """The run of a row that trained the same thing as the float32 one: its check's, or its own."""
+    found = _measured(records, group, label, check=True) or _measured(records, group, label, check=False)
+    if found is None:
+        return None
+    works = [{**side.scenario.to_dict()["work"], "precision": ""} for side in (found, precise)]
+    return found if works[0] == works[1] else None

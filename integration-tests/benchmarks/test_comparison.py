@@ -144,6 +144,9 @@ def test_a_row_without_a_float32_run_is_unchecked() -> None:
     records = by_name(record("plain"), record("foak"))
     verdict = judge(records[f"{WORK.name}/foak"], records)
     assert (verdict.counts, str(verdict)) == (None, "unchecked: no float32 run")
+    records = by_name(record("fp32"), record("foak", loss=(4.0, 3.0, 2.25)))
+    verdict = judge(records[f"{WORK.name}/foak"], records)
+    assert (verdict.counts, str(verdict)[:14]) == (None, "0.2500 (0.0%),"), "how far it is off is shown all the same"
 
 
 def test_losing_the_right_loss_is_a_regression() -> None:

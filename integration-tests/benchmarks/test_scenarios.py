@@ -42,6 +42,9 @@ def test_rows_name_the_kernels(tmp_path: Path) -> None:
     assert lora[0].row.kernels == KERNELS
     assert [s.row.kernels for s in lora[1:-1]] == [{name: value} for name, value in KERNELS.items()]
     assert lora[-1].row.kernels == {name: KERNELS[name] for name in ("fast_loss", "fused_lora")}
+    ragged = read(tmp_path, method="lora", rows=["foak:all+padding_free", "foak:none"])
+    assert (ragged[0].row.kernels, list(ragged[0].row.plugins)) == (KERNELS, ["padding_free"])
+    assert (ragged[1].row.kernels, ragged[1].row.plugins) == ({}, {})
     full = read(tmp_path, rows=["foak"])
     assert set(full[0].row.kernels) == set(KERNELS) - {"fused_lora"}, "full fine-tuning has no adapters to fuse"
 
@@ -67,8 +70,8 @@ def test_an_empty_check_takes_the_rows_own_losses(tmp_path: Path) -> None:
         ({"method": "loar"}, r"sets\.one\.groups\[0\]\.method must be full or lora or qlora-nf4 or gptq"),
         ({"methd": "lora"}, r"groups\[0\]\.methd is no known key; did you mean .*method"),
         ({"model": "smal"}, r"groups\[0\]\.model is 'smal', which is not in models; did you mean small"),
-        ({"rows": ["foak:fast_los"]}, r"names 'fast_los'; a kernel .* did you mean fast_loss"),
-        ({"rows": ["foak:fused_lora"]}, r"names 'fused_lora'; a kernel of this method"),
+        ({"rows": ["foak:fast_los"]}, r"names 'fast_los'; .* did you mean fast_loss"),
+        ({"rows": ["foak:fused_lora"]}, r"names 'fused_lora'; of this method there are"),
         ({"rows": ["ligger"]}, r"holds 'ligger'; a row is foak"),
         ({"rows": ["plain", "plain"]}, "has two scenarios named"),
         ({"steps": 51}, "between 1 and 50"),
