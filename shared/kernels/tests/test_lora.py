@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foak.kernels import LoraMember, lora_linear, promise_lora_linears
+from foak.kernels import LoraMember, lora_gated_linear, lora_linear, promise_lora_linears
 from foak.kernels.lora import concatenation, dropout
 from foak.kernels.lora.dropout import keep_mask
 from foak.kernels.testing import LAYOUTS, assert_close_to_fp64, evaluate, laid_out, random_upstream, tolerance
@@ -265,6 +265,79 @@ def test_no_rows(backend: str, device: torch.device) -> None:
     assert bool((a.grad == 0).all())
 
 
+def check_gated(
+    dtype: torch.dtype,
+    factor_dtype: torch.dtype,
+    activation: str,
+    p: float,
+    device: torch.device,
+    *,
+    shape: tuple[int, ...] = (2, 9, 72),
+    size: int = 40,
+    rank: int = 4,
+    layout: str = "contiguous",
+) -> None:
+    length = shape[-1]
+    gate, up = (laid_out(leaf(*shape, dtype=dtype, device=device, seed=i).detach(), layout) for i in (1, 2))
+    weight = leaf(size, length, dtype=dtype, device=device, seed=3).detach()
+    a = leaf(rank, length, dtype=factor_dtype, device=device, seed=4, scale=0.5)
+    b = leaf(size, rank, dtype=factor_dtype, device=device, seed=5, scale=0.5)
+
+    def run(gate: Tensor, up: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return lora_gated_linear(gate, up, activation, LoraMember(weight.to, size, a, b, 2.0, p))
+
+    def definition(gate: Tensor, up: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        if activation == "silu":
+            h = torch.nn.functional.silu(gate) * up
+        else:
+            h = torch.nn.functional.gelu(gate, approximate="tanh" if "tanh" in activation else "none") * up
+        return wide_reference([weight], [2.0], [p], [None])(h, a, b)[0]
+
+    leaves = [t.requires_grad_() for t in (gate, up, a, b)]
+    upstream = random_upstream()
+    actual = evaluate(run, leaves, upstream)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    expected = evaluate(definition, wide, lambda i, _: upstream(i, actual.outputs[i]).double())
+    # h is rounded, then what the plain layer rounds; dh likewise
+    reduction = max(length, size, gate[..., 0].numel())
+    for got, want in zip((*actual.outputs, *actual.gradients), (*expected.outputs, *expected.gradients), strict=True):
+        assert got is not None
+        assert want is not None
+        assert_close_to_fp64(got, want, reduction_length=reduction, roundings=6, rounded_to=dtype)
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("dtype", "factor_dtype"), [*((d, d) for d in DTYPES), *((d, torch.float32) for d in DTYPES[1:])]
+)
+def test_behind_a_gated_activation(
+    dtype: torch.dtype, factor_dtype: torch.dtype, activation: str, p: float, backend: str, device: torch.device,
+    seed: int, poisoned: None,
+) -> None:  # fmt: skip
+    check_gated(dtype, factor_dtype, activation, p, device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("shape", "size", "rank"), [((3, 7), 5, 3), ((1, 130), 33, 17), ((150, 64), 64, 40)])
+def test_sizes_behind_a_gated_activation(
+    shape: tuple[int, ...], size: int, rank: int, layout: str, backend: str, device: torch.device, seed: int,
+    poisoned: None,
+) -> None:  # fmt: skip
+    check_gated(torch.bfloat16, torch.float32, "silu", 0.1, device, shape=shape, size=size, rank=rank, layout=layout)
+
+
+def test_only_gate_and_up_are_kept(backend: str, device: torch.device) -> None:
+    gate, up = (leaf(64, 512, dtype=torch.bfloat16, device=device, seed=i) for i in (1, 2))
+    weight = leaf(32, 512, dtype=torch.bfloat16, device=device, seed=3).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=4) for s in [(4, 512), (32, 4)])
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        lora_gated_linear(gate, up, "silu", LoraMember(weight.to, 32, a, b, 1.0, 0.1))
+    large = [t for t in saved if t.numel() >= gate.numel()]
+    assert {t.data_ptr() for t in large} == {gate.data_ptr(), up.data_ptr()}
+
+
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_masks_keep_the_right_share(p: float, device: torch.device) -> None:
     kept = keep_mask(SEED, 1, 500, 403, p, device).double()
@@ -330,6 +403,13 @@ def test_sizes_of_models(
     check(
         torch.bfloat16, factor_dtype, device, shape=(1000, length), sizes=sizes, ranks=(16,) * count, drops=(p,) * count
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_a_model_s_size_behind_a_gated_activation(p: float, activation: str, device: torch.device, seed: int) -> None:
+    check_gated(torch.bfloat16, torch.float32, activation, p, device, shape=(1000, 14336), size=4096, rank=16)
 
 
 def test_tolerance_of_the_tests_is_that_of_the_dtype() -> None:

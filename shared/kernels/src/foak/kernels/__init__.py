@@ -10,7 +10,7 @@ from foak.kernels.geglu import geglu
 from foak.kernels.gptq import dequantize_gptq
 from foak.kernels.layer_norm import layer_norm
 from foak.kernels.linear_cross_entropy import linear_cross_entropy
-from foak.kernels.lora import LoraMember, PromisedLinear, lora_linear, promise_lora_linears
+from foak.kernels.lora import LoraMember, PromisedLinear, lora_gated_linear, lora_linear, promise_lora_linears
 from foak.kernels.nf4 import NestedScales, dequantize_nf4
 from foak.kernels.rms_norm import rms_norm
 from foak.kernels.rope import rope
@@ -27,6 +27,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "lora_gated_linear",
     "lora_linear",
     "promise_lora_linears",
     "rms_norm",

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from foak.core.patching.binding import binding_of
 from foak.fast_kernels.lora.shared_input import ATTRIBUTE
-from foak.kernels import LoraMember, PromisedLinear, promise_lora_linears
+from foak.kernels import LoraMember, PromisedLinear, lora_gated_linear, promise_lora_linears
 from foak.kernels.backend import in_function_transform
 from foak.kernels.dense_weight import DenseWeight, dense_weight_of
+
+RULE = "fused_lora"
+"""Name of the rule that binds `lora_forward`."""
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -63,6 +66,28 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             x, [(layer, (promise, precision.output)) for layer, promise in zip(layers[1:], promises[1:], strict=True)]
         )
     return _fulfil(promises[0], precision.output)
+
+
+def gated_forward(layer: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor | None:
+    """`layer(act(gate) * up)` where `layer` is a LoRA layer that is fused and that nobody listens to; else None.
+
+    Args:
+        layer: any module.
+        gate: `[..., K]`.
+        up: `[..., K]`.
+        activation: ``silu``, ``gelu`` or ``gelu_tanh``.
+    """
+    binding = binding_of(layer)
+    if binding is None or binding.rules != (RULE,) or torch.compiler.is_compiling() or in_function_transform():
+        return None
+    if _is_listened_to(layer) or gate.dtype is not up.dtype or type(up) not in _PLAIN:
+        return None
+    found = member_of(layer, gate)
+    if found is None:
+        return None
+    member, precision = found
+    y = lora_gated_linear(gate, up, activation, member, dtype=precision.dtype, rounds_factors=precision.rounds_factors)
+    return y if y.dtype is precision.output else y.to(precision.output)
 
 
 def _own_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,12 +170,18 @@ def _reader(how: DenseWeight, base: nn.Module) -> Callable[[torch.dtype], Tensor
     return read
 
 
-def _is_observed(module: Any) -> bool:
-    """Whether somebody listens to a module or has replaced its forward: then it must be called."""
+def _is_listened_to(module: Any) -> bool:
+    everywhere: Any = nn.modules.module
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
     )
+
+
+def _is_observed(module: Any) -> bool:
+    """Whether somebody listens to a module or has replaced its forward: then it must be called."""
+    return _is_listened_to(module) or "forward" in module.__dict__

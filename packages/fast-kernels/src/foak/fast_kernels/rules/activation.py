@@ -23,6 +23,7 @@ from foak.core.patching.rule import Case
 from foak.core.patching.structure import structure
 from foak.core.patching.twin import compute_dtype, is_linear_like, linear_sizes, stand_in
 from foak.core.patching.verify import isolated
+from foak.fast_kernels.lora.forward import gated_forward
 from foak.kernels import geglu, swiglu
 
 _MATCH = 1e-9
@@ -65,6 +66,9 @@ class Formula:
         else:
             first, second = gate.chunk(2, dim=-1)
             gate, up = (first, second) if self.gate_first else (second, first)
+        fused = gated_forward(children[self.down], gate, up, self.activation)
+        if fused is not None:
+            return fused
         if self.activation == "silu":
             hidden = swiglu(gate, up)
         else:

@@ -14,8 +14,8 @@ from foak.core.patching.binding import own_forward
 from foak.core.patching.rule import Case
 from foak.core.patching.twin import compute_dtype, trial_device
 from foak.core.patching.verify import Verdict, compare
-from foak.fast_kernels.lora.forward import active_adapter, lora_forward
-from foak.fast_kernels.lora.shared_input import SharedInput, groups_of
+from foak.fast_kernels.lora.forward import RULE, active_adapter, lora_forward
+from foak.fast_kernels.lora.shared_input import ATTRIBUTE, SharedInput, groups_of
 from foak.kernels.dense_weight import dense_weight_of
 
 _LARGEST_TRIAL = 64
@@ -99,7 +99,7 @@ def _twin(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
     twin: Any = object.__new__(type(module))
     attributes = dict(module.__dict__)
     attributes.pop("forward", None)
-    attributes.pop("_foak_shared_input", None)
+    attributes.pop(ATTRIBUTE, None)
     empty: Any = nn.Module().__dict__
     for key in empty:
         if key.endswith(("hooks", "hooks_with_kwargs", "hooks_always_called")):
@@ -143,7 +143,7 @@ def rules(key: str | None) -> list[Rule]:
 
     return [
         Rule(
-            name="fused_lora",
+            name=RULE,
             target="forward",
             match=match,
             sample=unused,

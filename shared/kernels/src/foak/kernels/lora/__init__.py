@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from foak.kernels.lora.autograd import Call, Fulfil, LoraMember, Promise
+from foak.kernels.lora.gated import ACTIVATIONS, GatedCall, GatedPromise
 
-__all__ = ["LoraMember", "PromisedLinear", "lora_linear", "promise_lora_linears"]
+__all__ = ["LoraMember", "PromisedLinear", "lora_gated_linear", "lora_linear", "promise_lora_linears"]
 
 
 class PromisedLinear:
@@ -107,6 +108,49 @@ def lora_linear(
         bias=None if bias is None else bias.detach(),
     )
     return promise_lora_linears(x, [member], dtype=dtype, rounds_factors=rounds_factors)[0].fulfil()
+
+
+def lora_gated_linear(
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    member: LoraMember,
+    *,
+    dtype: torch.dtype | None = None,
+    rounds_factors: bool = False,
+) -> Tensor:
+    """`lora_linear(act(gate) * up)`: the last layer of a gated MLP, adapted, with the activation before it.
+
+    The product `act(gate) * up` is not kept for the backward, which computes it again from gate and up while it reads
+    them; it is rounded to their dtype, as without fusion.
+
+    Args:
+        gate: [..., K].
+        up: [..., K].
+        activation: "silu", "gelu" or "gelu_tanh".
+        member: the layer and its adapter.
+        dtype: of the layer's product and the output, that of `act(gate) * up` by default.
+        rounds_factors: see `promise_lora_linears`.
+
+    Returns:
+        [..., O] in `dtype`. Differentiable in `gate`, `up`, and the member's `a` and `b`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown activation, or a dropout probability outside [0, 1].
+    """
+    if activation not in ACTIVATIONS or gate.shape != up.shape:
+        raise ValueError(
+            f"lora_gated_linear: activation {activation!r}, gate {tuple(gate.shape)}, up {tuple(up.shape)}; allowed "
+            f"are {', '.join(ACTIVATIONS)}, and equal shapes"
+        )
+    _check(gate, member)
+    call = GatedCall(member, gate, up, activation, dtype or torch.promote_types(gate.dtype, up.dtype), rounds_factors)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (gate, up, member.a, member.b)):
+        place = GatedPromise.apply(call, gate, up, member.a, member.b)  # type: ignore[no-untyped-call]
+        return PromisedLinear(call, 0, place).fulfil()
+    with torch.no_grad(), torch.autocast(gate.device.type, enabled=False):
+        call.project_gated(gate, up, member.a)
+    return PromisedLinear(call, 0, None).fulfil()
 
 
 def _check(x: Tensor, member: LoraMember) -> None:

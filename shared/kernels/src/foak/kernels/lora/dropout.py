@@ -13,8 +13,8 @@ from torch import Tensor
 ROUNDS = 7
 COLUMNS_PER_CALL = 8
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
@@ -48,10 +48,10 @@ def _philox(seed: int, row: Tensor, group: Tensor, stream: int) -> tuple[Tensor,
     key0, key1 = seed & _LOW, seed >> 32 & _LOW
     c0, c1, c2, c3 = row, group, torch.full_like(row, stream), torch.zeros_like(row)
     for _ in range(ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-        key0, key1 = key0 + _WEYL[0] & _LOW, key1 + _WEYL[1] & _LOW
+        key0, key1 = key0 + WEYL[0] & _LOW, key1 + WEYL[1] & _LOW
     return c0, c1, c2, c3
 
 

@@ -69,6 +69,7 @@ def _product_kernel(
     BAND: tl.constexpr,  # rows of tiles that are walked together, so that their operands stay in the cache
     PROGRAMS: tl.constexpr,
     SPECIALIZE: tl.constexpr,
+    EARLY: tl.constexpr,  # z and b are small enough to be held in registers meanwhile
 ):
     tiles_n, tiles_o = tl.cdiv(row_count, BLOCK_N), tl.cdiv(out_count, BLOCK_O)
     for tile in tl.range(
@@ -79,12 +80,22 @@ def _product_kernel(
         height = min(tiles_n - first, BAND)
         n = (first + tile % in_band % height) * BLOCK_N
         o = tile % in_band // height * BLOCK_O
+        rows = n + tl.arange(0, BLOCK_N)
+        columns = o + tl.arange(0, BLOCK_O)
+        if EARLY:  # the loads are under way while the tile is multiplied
+            ranks = tl.arange(0, R)
+            z = tl.load(
+                z_ptr + rows.to(tl.int64)[:, None] * R + ranks[None, :], mask=(rows < row_count)[:, None], other=0.0
+            )
+            in_b = (columns < out_count)[None, :] & (ranks < RANK)[:, None]
+            b = tl.load(b_ptr + columns[None, :] * RANK + ranks[:, None], mask=in_b, other=0.0).to(DTYPE)
         acc = tl.zeros((BLOCK_N, BLOCK_O), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             acc = tl.dot(x_desc.load([n, k]), w_desc.load([o, k]).T, acc)
-        rows = n + tl.arange(0, BLOCK_N)
-        columns = o + tl.arange(0, BLOCK_O)
-        acc = _add_low_rank(acc, z_ptr, b_ptr, rows, columns, row_count, out_count, RANK, R, PARTS, DTYPE)
+        if EARLY:
+            acc = tl.dot(z, b, acc)
+        else:
+            acc = _add_low_rank(acc, z_ptr, b_ptr, rows, columns, row_count, out_count, RANK, R, PARTS, DTYPE)
         if HAS_BIAS:
             acc += tl.load(bias_ptr + columns, mask=columns < out_count, other=0.0).to(tl.float32)[None, :]
         y_desc.store([n, o], acc.to(DTYPE))
@@ -142,6 +153,7 @@ def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None
             BAND=8,
             PROGRAMS=sms,
             SPECIALIZE=specialize,
+            EARLY=parts == 1 and z.shape[1] <= 2 * RANK_STEP,
             num_warps=8,
             num_stages=3,
         )

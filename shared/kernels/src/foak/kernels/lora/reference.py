@@ -27,7 +27,7 @@ def _factor(factor: Tensor, narrow: torch.dtype, parts: int) -> Tensor:
 
 
 def _masked(x: Tensor, stream: int, p: float, seed: int) -> Tensor:
-    return x if p == 0 else x * keep_mask(seed, stream, *x.shape, p, x.device)
+    return x if p == 0 else x * keep_mask(seed, stream, x.shape[0], x.shape[1], p, x.device)
 
 
 def project(

@@ -19,36 +19,15 @@ from torch import Tensor
 
 from foak.kernels._rows import row_view
 from foak.kernels.launch import multiprocessor_count, on_device_of
-from foak.kernels.lora.dropout import COLUMNS_PER_CALL, ROUNDS, threshold_of
+from foak.kernels.lora.dropout import threshold_of
+from foak.kernels.lora.dropout_triton import kept, streams
 
 GROUP = 3
 """Adapters of one launch: query, key and value."""
 
-_COLUMNS_PER_CALL = tl.constexpr(COLUMNS_PER_CALL)
-_ROUNDS = tl.constexpr(ROUNDS)
-
 
 @triton.jit
-def _streams():
-    """The numbers that tell the masks of a launch apart."""
-    return tl.full([], 0, tl.uint32), tl.full([], 1, tl.uint32), tl.full([], 2, tl.uint32)
-
-
-@triton.jit
-def _kept(seed, stream, rows, first_column, threshold, BLOCK: tl.constexpr):
-    """Which of [rows, BLOCK] elements are kept; `first_column` is a multiple of 8."""
-    groups = (tl.arange(0, BLOCK // _COLUMNS_PER_CALL) + first_column // _COLUMNS_PER_CALL).to(tl.uint32)
-    row = rows.to(tl.uint32)[:, None] + tl.zeros_like(groups)[None, :]
-    group = groups[None, :] + tl.zeros_like(row)
-    zero = tl.zeros_like(row)
-    w0, w1, w2, w3 = tl.philox(seed, row, group, zero + stream, zero, n_rounds=_ROUNDS)
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
-    numbers = tl.join(words, (words << 16) | (words >> 16))
-    return numbers.reshape(rows.shape[0], BLOCK) >= threshold.to(tl.uint32)
-
-
-@triton.jit
-def _split_dot(narrow, factor, acc, fine, PARTS: tl.constexpr):
+def split_dot(narrow, factor, acc, fine, PARTS: tl.constexpr):
     """acc + fine + narrow @ factor, `factor` in `PARTS` parts of `narrow`'s dtype, the first of which goes into acc."""
     part = factor.to(narrow.dtype)
     acc = tl.dot(narrow, part, acc)
@@ -66,11 +45,11 @@ def _project_one(
     DROPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     if DROPS:
-        x = tl.where(_kept(seed, stream, rows, first, threshold, BLOCK_K), x, 0.0)
+        x = tl.where(kept(seed, stream, rows, first, threshold, BLOCK_K), x, 0.0)
     ranks = tl.arange(0, R)
     mask = (columns < K)[:, None] & (ranks < RANK)[None, :]
     offsets = columns.to(tl.int64)[:, None] * STRIDE_K + ranks[None, :] * STRIDE_R
-    return _split_dot(x, tl.load(factor_ptr + offsets, mask=mask, other=0.0), acc, fine, PARTS)
+    return split_dot(x, tl.load(factor_ptr + offsets, mask=mask, other=0.0), acc, fine, PARTS)
 
 
 @triton.jit(do_not_specialize=["row_count", "seed", "threshold0", "threshold1", "threshold2"])
@@ -88,7 +67,7 @@ def _project_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < row_count
-    stream0, stream1, stream2 = _streams()
+    stream0, stream1, stream2 = streams()
     acc0 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     acc1 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     acc2 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
@@ -134,10 +113,10 @@ def _reduce_one(
 ):  # fmt: skip
     """One adapter's part of a tile: its factor's gradient, and what it adds to the input's gradient."""
     z = tl.load(z_ptr + rows[:, None] * R + tl.arange(0, R)[None, :], mask=in_rows[:, None], other=0.0)
-    kept = in_rows[:, None]
+    keep = in_rows[:, None]
     if DROPS:
-        kept = _kept(seed, stream, rows, first, threshold, BLOCK_K)
-        x = tl.where(kept, x, 0.0)
+        keep = kept(seed, stream, rows, first, threshold, BLOCK_K)
+        x = tl.where(keep, x, 0.0)
     part = z.to(x.dtype)
     acc = tl.dot(tl.trans(part), x, acc)
     for _ in tl.static_range(1, PARTS):
@@ -149,13 +128,13 @@ def _reduce_one(
         share = tl.zeros([x.shape[0], BLOCK_K], dtype=tl.float32)
         part = z.to(x.dtype)
         for index in tl.static_range(PARTS):  # z's parts from coarse to fine, with as many of the factor's as matter
-            share, rest = _split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
+            share, rest = split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
             share += rest
             if index + 1 < PARTS:
                 z = z - part.to(tl.float32)
                 part = z.to(x.dtype)
         if DROPS:
-            share = tl.where(kept, share, 0.0)
+            share = tl.where(keep, share, 0.0)
         dx += share
     return dx, acc, fine
 
@@ -176,7 +155,7 @@ def _reduce_kernel(
     first = tl.program_id(0) * BLOCK_K
     columns = first + tl.arange(0, BLOCK_K)
     in_row = columns < K
-    stream0, stream1, stream2 = _streams()
+    stream0, stream1, stream2 = streams()
     acc0 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
     acc1 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
     acc2 = tl.zeros([R, BLOCK_K], dtype=tl.float32)

@@ -1,0 +1,187 @@
+"""An adapted layer behind a gated activation as Triton kernels: the activation's passes carry the thin products.
+
+    h     = g * p(g) * u                        p: sigmoid (SwiGLU) or the normal distribution's (GeGLU)
+    z     = scale * (mask * h) @ A.T            while h is written
+    dh    = dy @ W + mask * (dz @ A)            the second part while dh is read
+    dgate = dh * u * (p(g) + g * p'(g)),  dup = dh * g * p(g),  dA = dz.T @ (mask * h)
+
+The backward computes h again from its gate and up, in registers, so that it need not be kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foak.kernels._rows import row_view
+from foak.kernels.geglu.triton import _gate as geglu_gate
+from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
+from foak.kernels.lora.dropout import threshold_of
+from foak.kernels.lora.dropout_triton import kept, streams
+from foak.kernels.lora.thin_triton import split_dot
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+@triton.jit
+def _weigh(gate, ACTIVATION: tl.constexpr):
+    """p(gate) and its derivative."""
+    if ACTIVATION == 0:
+        p = tl.sigmoid(gate)
+        slope = p * (1.0 - p)
+    else:
+        p, slope = geglu_gate(gate, ACTIVATION == 2)
+    return p, slope
+
+
+@triton.jit(do_not_specialize=["row_count", "seed", "threshold"])
+def _project_kernel(
+    gate_ptr, up_ptr,  # rows of K, gate_stride and up_stride apart
+    a_ptr,  # [RANK, K]
+    h_ptr,  # [row_count, K]
+    z_ptr,  # [row_count, R], fp32
+    row_count, gate_stride, up_stride, seed, threshold, scale,
+    ACTIVATION: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, DROPS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = rows < row_count
+    ranks = tl.arange(0, R)
+    stream, _, _ = streams()
+    acc = tl.zeros([BLOCK_N, R], dtype=tl.float32)
+    fine = acc
+    for first in range(0, K, BLOCK_K):
+        columns = first + tl.arange(0, BLOCK_K)
+        mask = in_rows[:, None] & (columns < K)[None, :]
+        gate = tl.load(gate_ptr + rows[:, None] * gate_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + rows[:, None] * up_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        p, _ = _weigh(gate, ACTIVATION)
+        h = (gate * p * up).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + rows[:, None] * K + columns[None, :], h, mask=mask)
+        if DROPS:
+            h = tl.where(kept(seed, stream, rows, first, threshold, BLOCK_K), h, 0.0)
+        in_a = (columns < K)[:, None] & (ranks < RANK)[None, :]
+        a = tl.load(a_ptr + columns[:, None] + ranks[None, :] * K, mask=in_a, other=0.0)
+        acc, fine = split_dot(h, a, acc, fine, PARTS)
+    tl.store(z_ptr + rows[:, None] * R + ranks[None, :], (acc + fine) * scale, mask=in_rows[:, None])
+
+
+@triton.jit(do_not_specialize=["row_count", "seed", "threshold"])
+def _backward_kernel(
+    dh_ptr,  # [row_count, K]: the base's share of the gradient
+    gate_ptr, up_ptr,  # rows of K, gate_stride and up_stride apart
+    dz_ptr,  # [row_count, R], fp32
+    a_ptr,  # [RANK, K]
+    dgate_ptr, dup_ptr,  # [row_count, K]
+    partial_ptr,  # [programs along rows, R, K], fp32
+    row_count, gate_stride, up_stride, seed, threshold,
+    ACTIVATION: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, DROPS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_K
+    columns = first + tl.arange(0, BLOCK_K)
+    in_row = columns < K
+    ranks = tl.arange(0, R)
+    stream, _, _ = streams()
+    in_a = (ranks < RANK)[:, None] & in_row[None, :]
+    a = tl.load(a_ptr + ranks[:, None] * K + columns[None, :], mask=in_a, other=0.0)
+    acc = tl.zeros([R, BLOCK_K], dtype=tl.float32)
+    fine = acc
+    for start in range(tl.program_id(1) * BLOCK_N, row_count, tl.num_programs(1) * BLOCK_N):
+        rows = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
+        in_rows = rows < row_count
+        mask = in_rows[:, None] & in_row[None, :]
+        gate = tl.load(gate_ptr + rows[:, None] * gate_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + rows[:, None] * up_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        places = rows[:, None] * K + columns[None, :]
+        dh = tl.load(dh_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        dz = tl.load(dz_ptr + rows[:, None] * R + ranks[None, :], mask=in_rows[:, None], other=0.0)
+        p, slope = _weigh(gate, ACTIVATION)
+        narrow = dgate_ptr.dtype.element_ty
+        h = (gate * p * up).to(narrow)
+        share = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        rest = dz
+        for index in tl.static_range(PARTS):  # dz's parts from coarse to fine, with as many of A's as matter
+            part = rest.to(narrow)
+            share, finer = split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
+            share += finer
+            rest = rest - part.to(tl.float32)
+        if DROPS:
+            keep = kept(seed, stream, rows, first, threshold, BLOCK_K)
+            share = tl.where(keep, share, 0.0)
+            h = tl.where(keep, h, 0.0)
+        dh += share
+        tl.store(dgate_ptr + places, (dh * up * (p + gate * slope)).to(narrow), mask=mask)
+        tl.store(dup_ptr + places, (dh * gate * p).to(narrow), mask=mask)
+        part = dz.to(narrow)
+        acc = tl.dot(tl.trans(part), h, acc)
+        for _ in tl.static_range(1, PARTS):
+            dz = dz - part.to(tl.float32)
+            part = dz.to(narrow)
+            fine = tl.dot(tl.trans(part), h, fine)
+    out = partial_ptr + tl.program_id(1).to(tl.int64) * R * K + ranks[:, None] * K + columns[None, :]
+    tl.store(out, acc + fine, mask=in_row[None, :])
+
+
+def project(
+    gate: Tensor, up: Tensor, activation: str, a: Tensor, scale: float, p: float, seed: int, parts: int, rank: int
+) -> tuple[Tensor, Tensor]:
+    """h [N, K] in gate's dtype, and `scale * (mask * h) @ a.T` [N, rank] fp32.
+
+    Args:
+        gate: [N, K], unit stride in K.
+        up: [N, K] of the same dtype.
+        activation: "silu", "gelu" or "gelu_tanh".
+        a: [rank of the adapter, K], contiguous.
+        scale, p, seed, parts, rank: see `thin_triton.project`.
+    """
+    length = gate.shape[-1]
+    gate_rows, gate_stride = row_view(gate, length)
+    up_rows, up_stride = row_view(up, length)
+    count = gate_rows.shape[0]
+    h = empty_rows(gate, gate.dtype)
+    z = gate.new_empty((count, rank), dtype=torch.float32)
+    block = next(size for size in (64, 32, 16) if size == 16 or count >= size * multiprocessor_count(gate) // 2)
+    with on_device_of(gate):
+        _project_kernel[(-(-count // block),)](
+            gate_rows, up_rows, a, h, z, count, gate_stride, up_stride, seed, threshold_of(p), scale,
+            ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=a.shape[0], R=rank, DROPS=p > 0, PARTS=parts,
+            BLOCK_N=block, BLOCK_K=128 if rank <= 64 else 64, num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return h, z
+
+
+def backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    dz: Tensor,
+    a: Tensor,
+    p: float,
+    seed: int,
+    parts: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of gate and up, [N, K], and `dz.T @ (mask * h)`, [R, K] fp32; dgate lies in `dh`'s memory.
+
+    Args:
+        dh: [N, K] contiguous, in gate's dtype: the base's share of h's gradient; overwritten.
+        dz: [N, R] fp32.
+        gate, up, activation, a, p, seed, parts: see `project`.
+    """
+    length, rank = gate.shape[-1], dz.shape[-1]
+    gate_rows, gate_stride = row_view(gate, length)
+    up_rows, up_stride = row_view(up, length)
+    count = gate_rows.shape[0]
+    dup = empty_rows(gate, gate.dtype)
+    block_n, block_k = (32, 128) if rank <= 32 else (32, 64)
+    blocks = -(-length // block_k)
+    splits = max(1, min(-(-count // block_n), 8 * multiprocessor_count(gate) // blocks))
+    partial = gate.new_empty((splits, rank, length), dtype=torch.float32)
+    with on_device_of(gate):
+        _backward_kernel[(blocks, splits)](
+            dh, gate_rows, up_rows, dz, a, dh, dup, partial, count, gate_stride, up_stride, seed, threshold_of(p),
+            ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=a.shape[0], R=rank, DROPS=p > 0, PARTS=parts,
+            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return dh, dup, partial.sum(dim=0)
