@@ -47,7 +47,7 @@ def build(prefix: str = "Llama", **fields: Any) -> Any:
             **fields,
         }
     )
-    model = getattr(transformers, f"{prefix}ForCausalLM")._from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +48,17 @@ def packed_forward(
     """Run a forward; where the batch is packed, its masks are layouts.
 
     A batch is packed where it brings a `PackedSequences` as `foak_packed`, or the ``cu_seq_lens_q`` of TRL's and
-    transformers' flattening collators. Any other batch (padded, or a step of generation) passes through.
+    transformers' flattening collators, or one row of positions that restart (either waits for the device once). Any
+    other batch (padded, or a step of generation) passes through.
 
     Raises:
         UnsupportedError: a packed batch that is not one row, or that has a mask or cached states besides.
     """
     packed = kwargs.pop(PACKED, None)
+    if packed is None and settings.own:
+        packed = _recognised(kwargs)
     if packed is None:
-        boundaries = kwargs.get("cu_seq_lens_q")
-        if boundaries is None or not settings.own:
-            return inner(model, *args, **kwargs)
-        packed = PackedSequences.from_cu_seqlens(boundaries, call_cost_on(boundaries.device.type))
+        return inner(model, *args, **kwargs)
     tokens = args[0] if args else kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
@@ -85,6 +85,19 @@ def packed_forward(
         kwargs[PACKED] = packed
     with packing(packed, settings.backend):
         return inner(model, *args, **kwargs)
+
+
+def _recognised(kwargs: Mapping[str, Any]) -> PackedSequences | None:
+    """The layout of a batch that another collator has flattened; None for any other batch."""
+    boundaries = kwargs.get("cu_seq_lens_q")
+    if boundaries is not None:
+        return PackedSequences.from_cu_seqlens(boundaries, call_cost_on(boundaries.device.type))
+    positions = kwargs.get("position_ids")
+    alone = all(kwargs.get(name) is None for name in ("attention_mask", "past_key_values"))
+    if positions is None or not alone or positions.dim() != 2 or positions.shape[0] != 1:
+        return None
+    packed = PackedSequences.from_position_ids(positions, call_cost_on(positions.device.type))
+    return packed if len(packed.lengths) > 1 else None
 
 
 def _takes(model: nn.Module, name: str) -> bool:

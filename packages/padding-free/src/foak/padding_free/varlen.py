@@ -49,8 +49,9 @@ def refusal(
         return f"flash attention does not run on {query.device.type}"
     if not is_available():
         return "this PyTorch has no varlen_attn"
-    if query.dtype not in (torch.float16, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
-        return f"flash attention does not take {query.dtype}"
+    dtypes = {_dtype(states) for states in (query, key, value)}
+    if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
+        return f"flash attention does not take {', '.join(sorted(map(str, dtypes)))}"
     size = query.shape[-1]
     if value.shape[-1] != size or size % _HEAD_SIZES[0] or size > _HEAD_SIZES[1]:
         return f"flash attention does not take heads of size {size}, {value.shape[-1]}"
@@ -69,16 +70,16 @@ def attend(
 
     Args:
         mask: the layout, and the window.
-        query: ``[1, H, T, D]``, float16 or bfloat16.
+        query: ``[1, H, T, D]``, float16 or bfloat16, or made so by autocast as SDPA's arguments are.
         key: ``[1, H_kv, T, D]``, H a multiple of H_kv.
         value: ``[1, H_kv, T, D]``.
         scaling: factor on the scores; ``D ** -0.5`` if None.
 
     Returns:
-        ``[1, T, H, D]`` in the query's dtype; scores and sums are float32.
+        ``[1, T, H, D]`` in that dtype; scores and sums are float32.
     """
     packed = mask.packed
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H, D]
+    q, k, v = (states[0].transpose(0, 1).to(_dtype(states)) for states in (query, key, value))  # [T, H, D]
     options: dict[str, Any] = {}
     names = _parameters()
     if "scale" in names:
@@ -97,6 +98,12 @@ def attend(
         q, k, v, packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length, **options
     )
     return output[None]
+
+
+def _dtype(states: torch.Tensor) -> torch.dtype:
+    """The dtype in which a tensor is computed with, under autocast or not."""
+    kind = states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
 
 @functools.cache
