@@ -39,6 +39,16 @@ class Demo(AccelerationPlugin):
 """
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a GPU a test marked `gpu` is skipped; the session `gpu` is the one that fails where none is."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
 @pytest.fixture
 def demo_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Installs the plugin `demo` of the package `demo-plugin` for this process; gives its site folder."""

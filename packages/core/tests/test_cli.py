@@ -305,10 +305,11 @@ def test_doctor_shows_versions_devices_and_plugins(run: Run, demo_plugin: Path) 
     assert f"{os.cpu_count()} cores" in devices["cpu"]
     assert {"weights in", "mixed precision", "kernels"} <= set(devices)
     assert found["plugins"]["demo"] == [["demo", "works here"]]
+    assert ["bfloat16", "bf16", "works", "works", "works"] in found["precision"]
     assert code == 0
     code, out, _ = run("doctor")
     assert code == 0
-    assert all(part in out for part in ("transformers", "mixed precision", "works here"))
+    assert all(part in out for part in ("transformers", "mixed precision", "cannot be unscaled", "works here"))
 
 
 def test_doctor_ends_with_1_where_a_declared_range_is_not_met(run: Run, demo_plugin: Path) -> None:

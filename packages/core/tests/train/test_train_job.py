@@ -162,6 +162,7 @@ def test_a_second_run_replaces_the_final_folder(write_run: RunWriter, tmp_path: 
         ("model.gguf_file=x.gguf", r"model\.gguf_file is 'x\.gguf', but there is no such file"),
         ("training.max_length=1", r"data\.train leaves no usable example"),
         ("training.optim=adamw_nonsense", r"training: .*adamw_nonsense"),
+        ("training.fp16=true", r"training\.fp16 is true, but on a CPU"),
         ("peft.target_modules=[nothing]", r"nothing"),
         ("acceleration.plugins.nonsense=1", r"acceleration\.plugins\.nonsense"),
     ],
@@ -171,6 +172,15 @@ def test_what_a_run_names_wrongly_is_one_sentence(write_run: RunWriter, override
     with pytest.raises(ConfigError, match=message) as raised:
         Job(read_run_file(path, [override]), Console(quiet=True))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"), [("fp16", "gradients of fp16 weights cannot be unscaled"), ("optim", "underflows in float16")]
+)
+def test_training_float16_weights_is_refused_before_it_starts(write_run: RunWriter, key: str, reason: str) -> None:
+    path = write_run(peft=None, model={"dtype": "float16"}, training={"fp16": key == "fp16"})
+    with pytest.raises(ConfigError, match=rf"run\.yaml: training\.{key} is .*{reason}"):
+        Job(read_run_file(path), Console(quiet=True))
 
 
 def test_unknown_hub_model_is_one_sentence(write_run: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:

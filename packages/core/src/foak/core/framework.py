@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foak.core.activation import activate
 from foak.core.config import Config, read_config
 from foak.core.discovery import check_declarations, installed_plugins
-from foak.core.guards import check_model, check_train_args, check_trainer, is_trainer
+from foak.core.guards import check_model, check_precision, check_train_args, check_trainer, is_trainer
 from foak.core.patching import ModelPatcher
 from foak.core.plugin import AccelerationPlugin
 
@@ -135,6 +135,8 @@ class AccelerationFramework:
             check_train_args(train_args)
         if known is None:
             checked = check_model(model)
+            if train_args is not None:
+                check_precision(checked, train_args, trainer)
             known = self._apply_to_model(checked, train_args, _peft_config(checked, peft_config), strict)
         if trainer is not None:
             self._prepare_trainer(known, trainer)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from torch import nn
 
 from foak.core.errors import UnsupportedError
+from foak.core.precision import find_misfit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-__all__ = ["check_model", "check_train_args", "check_trainer", "is_trainer"]
+__all__ = ["check_model", "check_precision", "check_train_args", "check_trainer", "is_trainer"]
 
 _APPLY_FIRST = "call apply on the plain model before it is wrapped"
 
@@ -80,6 +81,17 @@ def check_train_args(train_args: TrainingArguments) -> None:
             "every step; start one process for each GPU with `accelerate launch`, or make one visible with "
             "CUDA_VISIBLE_DEVICES=0"
         )
+
+
+def check_precision(model: nn.Module, train_args: TrainingArguments, trainer: Trainer | None = None) -> None:
+    """Refuses training arguments that cannot work with the dtypes of what the model trains.
+
+    Raises:
+        UnsupportedError: names the argument, the parameter and what to change.
+    """
+    misfit = find_misfit(model, train_args, None if trainer is None else trainer.optimizer)
+    if misfit is not None:
+        raise UnsupportedError(f"The training argument {misfit.argument} {misfit.problem}")
 
 
 def check_model(model: object) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from foak.core import precision
 from foak.core.cli.output import print_json, print_line, print_table
 from foak.core.discovery import installed_plugins
 
@@ -31,6 +32,7 @@ def doctor_command(as_json: bool) -> None:
         rows = [(row["name"], row["found"] or "-", row["required"] or "-", row["state"]) for row in found["versions"]]
         print_table("Versions", ("package", "found", "declared", "state"), rows)
         print_table("Devices and precisions", ("what", "finding"), found["devices"])
+        print_table("What trains", precision.HEADER, found["precision"])
         for name, lines in found["plugins"].items():
             if lines:
                 print_table(f"Plugin {name}", ("what", "finding"), lines)
@@ -41,7 +43,12 @@ def doctor_command(as_json: bool) -> None:
 
 
 def diagnosis() -> dict[str, Any]:
-    """What `foak doctor --json` prints: `versions`, `devices`, and `plugins` (name to rows of what and finding)."""
+    """What `foak doctor --json` prints.
+
+    Returns:
+        `versions`, `devices`, `precision` (the rows of `foak.core.precision`), and `plugins` (name to rows of what and
+        finding).
+    """
     plugins = {
         item.plugin.name: [[str(what), str(finding)] for what, finding in item.plugin.diagnose()]
         for item in installed_plugins()
@@ -49,6 +56,7 @@ def diagnosis() -> dict[str, Any]:
     return {
         "versions": _versions(),
         "devices": [*_devices(), ["kernels", _kernels(plugins)]],
+        "precision": [list(row) for row in precision.rows()],
         "plugins": plugins,
     }
 

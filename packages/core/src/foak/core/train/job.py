@@ -21,6 +21,7 @@ from transformers import PrinterCallback, set_seed
 from foak.core.config import read_config
 from foak.core.errors import ConfigError
 from foak.core.framework import AccelerationFramework
+from foak.core.precision import find_misfit
 from foak.core.train.data import RunData, load_data
 from foak.core.train.interrupt import Interrupted, StopOnSignal
 from foak.core.train.model import LoadedModel, load_model
@@ -97,6 +98,7 @@ class Job:
                     loaded = load_model(run, self.framework)
             self._check_template(data, loaded)
             self.trainer = self._make_trainer(loaded, data)
+            self._check_precision()
         self.trainer.remove_callback(PrinterCallback)
         self.recorder = Recorder()
         self._progress = ProgressBar(self.console)
@@ -196,6 +198,11 @@ class Job:
                 "data.train",
                 "holds messages, but the tokenizer has no chat template; name one in training.chat_template_path",
             )
+
+    def _check_precision(self) -> None:
+        misfit = find_misfit(self.trainer.model, self.args)
+        if misfit is not None:
+            raise self.run.origin.error(f"training.{misfit.argument}", misfit.problem)
 
     def _evaluate_at_end(self) -> None:
         if self.trainer.eval_dataset is None:
