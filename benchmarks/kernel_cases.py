@@ -32,6 +32,8 @@ class Sizes:
 NF4_BLOCK, NESTED_BLOCK, GPTQ_GROUP = 64, 256, 128
 """The block sizes that bitsandbytes and GPTQ's tools use unless told otherwise."""
 
+RANK = 16
+
 TINY = Sizes(
     tokens=24, hidden=48, intermediate=80, q_heads=3, k_heads=1, head=16, vocabulary=96, checked_tokens=24, replays=2
 )
@@ -223,6 +225,22 @@ def cases(sizes: Sizes, width: int) -> list[Case]:
         ),
         linear("linear_cross_entropy, frozen head", trains=False),
         linear("linear_cross_entropy, trained head", trains=True),
+        Case(
+            f"lora_linear, rank {RANK}",
+            lambda make, tokens: [
+                make.normal(tokens, hidden),
+                make.normal(inner, hidden, trains=False, scale=hidden**-0.5),
+                make.normal(RANK, hidden, scale=hidden**-0.5),
+                make.normal(inner, RANK, scale=0.1),
+            ],
+            foak.kernels.lora_linear,
+            lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b),
+            None,
+            max(hidden, inner, sizes.tokens),
+            # The base forward and back to its input; both factors forward, back, and to their own gradients.
+            flops=4 * sizes.tokens * hidden * inner + 6 * sizes.tokens * RANK * (hidden + inner),
+            capturable=False,
+        ),
         *decode_cases(sizes, width),
     ]
 
