@@ -20,9 +20,10 @@ class Thresholds:
     """How far a figure may move, relative to the reference, before it is called better or worse.
 
     Attributes:
-        throughput: 5 %: medians of three runs on one H200 differ by 1 to 2 %, machines of one kind by 3 %.
-        memory: 2 %: what is allocated is the same in every run but for what libraries keep for themselves.
-        loss: 1 %: rounding moves a bf16 loss by less (see `verdict.ROUNDING`).
+        throughput: 5 %: room for clocks and neighbours that change between two runs; the spread of the steps in the
+            records shows whether a machine allows for less.
+        memory: 2 %: the same run allocates the same, but for what libraries keep for themselves.
+        loss: 1 %: ten times what rounding may cost (`verdict.ROUNDING`), since differences grow from step to step.
     """
 
     throughput: float = 0.05
