@@ -23,7 +23,7 @@ __all__ = ["Checkpoint", "StoredLayer", "open_checkpoint"]
 _QWEIGHT = ".qweight"
 _PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 _INDEX = ".index.json"
-_PICKLED = (".bin", ".pt", ".pth")
+_PICKLED = (".bin", ".pt")
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -69,13 +69,6 @@ class Checkpoint:
     def pickled(self) -> bool:
         """Whether the weights are in files of `torch.save`."""
         return self.weights.removesuffix(_INDEX).endswith(_PICKLED)
-
-    def load_pickled(self) -> dict[str, torch.Tensor]:
-        """All tensors, mapped from the files of `torch.save`, of which nothing but tensors is unpickled."""
-        found: dict[str, torch.Tensor] = {}
-        for file in _files(self.folder, self.weights):
-            found.update(_unpickled(file))
-        return found
 
 
 def open_checkpoint(folder: Path, config: Mapping[str, Any] | None) -> Checkpoint:
@@ -134,18 +127,23 @@ def _weights(folder: Path, settings: Settings) -> str:
     """The file, or the index of files, that holds the weights; safetensors before older ones."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     base = settings.written.get("model_file_base_name")
-    for suffix, standard in ((".safetensors", "model"), (".bin", "pytorch_model"), (".pt", "model")):
-        wanted = [f"{name}{suffix}{index}" for name in (base, standard) if name for index in (_INDEX, "")]
-        found = [name for name in wanted if name in names]
-        if found:
-            return found[0]
-        indices = [name for name in names if name.endswith(suffix + _INDEX)]
-        # AutoGPTQ's own name for its file, such as gptq_model-4bit-128g.
-        singles = indices or [name for name in names if name.endswith(suffix) and "bit" in name and "-of-" not in name]
-        if len(singles) == 1:
-            return singles[0]
-        if singles:
-            raise CheckpointError(f"{folder}: {' and '.join(singles)} could each be the weights; keep one")
+    usual = [f"{name}.safetensors" for name in (base, "model") if name] + ["pytorch_model.bin"]
+    for name in usual:
+        for candidate in (name + _INDEX, name):
+            if candidate in names:
+                return candidate
+    # AutoGPTQ's own name for its file, such as gptq_model-4bit-128g.
+    own = [name for name in names if name.startswith("gptq_model") and "-of-" not in name]
+    found = [name for name in own if name.endswith((f".safetensors{_INDEX}", ".safetensors"))]
+    if len(found) == 1 or (found and found[1] == found[0] + _INDEX):
+        return found[-1]
+    if found:
+        raise CheckpointError(f"{folder}: {' and '.join(found)} could each be the weights; keep one")
+    older = [name for name in own if name.endswith(_PICKLED)]
+    if older:
+        raise CheckpointError(
+            f"{folder}: rename {older[0]} to pytorch_model.bin, the name under which it is looked for"
+        )
     raise CheckpointError(f"{folder}: there is no file of weights (model.safetensors or its index)")
 
 

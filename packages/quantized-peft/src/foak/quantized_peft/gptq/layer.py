@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,32 @@ from foak.kernels.autograd import once_differentiable
 __all__ = ["GptqLinear"]
 
 _NO_WEIGHT = (
-    "GptqLinear has no attribute 'weight': it stores its weight in GPTQ's format and cannot change it, so nothing can "
-    "be merged into it, and no adapter initialised from it; dequantize() gives a dense copy, and an adapter can be "
+    "a GptqLinear stores its weight in GPTQ's format and cannot change it, so nothing can be merged into it, and no "
+    "adapter initialised from it (weight.{name} was asked for); dequantize() gives a dense copy, and an adapter can be "
     "merged into the 16-bit model"
 )
+
+
+class StoredWeight:
+    """What is known of a weight without decoding it: enough for PEFT to place an adapter beside it, and no tensor."""
+
+    _is_hf_initialized = True
+    requires_grad = False
+
+    def __init__(self, layer: GptqLinear) -> None:
+        self.shape = torch.Size((layer.out_features, layer.in_features))
+        self.dtype = layer.compute_dtype
+        self.device = layer.qweight.device
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_NO_WEIGHT.format(name=name))
 
 
 class GptqLinear(nn.Linear):
     """`x @ weight.T + bias`, with the weight decoded for each product and kept by none.
 
-    It is a `torch.nn.Linear`, so that PEFT adapts it like any other, under `target_modules="all-linear"` too, but it
-    has no attribute `weight`. What it stores are parameters that never train: `DistributedDataParallel` would send
+    It is a `torch.nn.Linear`, so that PEFT adapts it like any other, under `target_modules="all-linear"` too, but its
+    `weight` is a `StoredWeight`. What it stores are parameters that never train: `DistributedDataParallel` would send
     buffers round before each forward.
 
     Args:
@@ -111,8 +126,9 @@ class GptqLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Args: x: `[..., in_features]`. Returns `[..., out_features]` in its dtype, or in that of autocast."""
         dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type) and dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
+        device = x.device.type
+        if dtype is not torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             x.to(dtype),
             None if self.bias is None else self.bias.to(dtype),
@@ -133,10 +149,10 @@ class GptqLinear(nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bits={self.bits}, group_size={self.group_size}"
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise AttributeError(_NO_WEIGHT)
-        return super().__getattr__(name)
+    @property
+    def weight(self) -> StoredWeight:  # type: ignore[override]
+        """Shape, dtype of the activations, and device; anything else of it is an `AttributeError` that says why."""
+        return StoredWeight(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -184,7 +200,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = dy @ _decode(ctx.saved_tensors, ctx.form, dy.dtype)
         if ctx.needs_input_grad[1]:
-            dbias = dy.sum(tuple(range(dy.dim() - 1)))
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
         return dx, dbias, None, None, None, None, None, None, None
 
 

@@ -102,7 +102,7 @@ def augment(
     Raises:
         UnsupportedError: nothing in the model could be trained.
     """
-    if peft_config is None and str(getattr(model, "quantization_method", "")).endswith("gptq"):
+    if peft_config is None and getattr(model, "quantization_method", None) == "gptq":
         raise UnsupportedError(
             "The model's weights are in GPTQ's format and it has no adapter, so nothing could train: add a LoRA with "
             "PEFT before apply, or give its peft_config"
@@ -142,10 +142,11 @@ def _load_own(checkpoint: Checkpoint, config: PreTrainedConfig, kwargs: dict[str
     from foak.quantized_peft.gptq.quantizer import METHOD
 
     config.quantization_config = {"quant_method": METHOD, "checkpoint": checkpoint}
-    source: Any = checkpoint.folder
     if checkpoint.pickled:
-        source, kwargs["state_dict"] = None, checkpoint.load_pickled()
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, config=config, output_loading_info=True, **kwargs)
+        kwargs["use_safetensors"] = False
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder, config=config, output_loading_info=True, **kwargs
+    )
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:

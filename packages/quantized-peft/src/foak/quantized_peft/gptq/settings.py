@@ -141,7 +141,5 @@ def _layer_settings(written: Mapping[str, Any], origin: str) -> LayerSettings:
     if isinstance(bits, bool) or bits not in BITS:
         raise CheckpointError(f"{origin}: bits is {bits!r}; there are layers of 2, 3, 4 and 8 bits")
     if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size == 0 or group_size < -1:
-        raise CheckpointError(
-            f"{origin}: group_size is {group_size!r}; it must be at least 1, or -1 for a single group"
-        )
+        raise CheckpointError(f"{origin}: group_size is {group_size!r}; it is at least 1, or -1 for a single group")
     return LayerSettings(int(bits), group_size, bool(written.get("sym", True)), bool(written.get("desc_act", False)))
