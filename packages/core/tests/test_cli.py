@@ -52,10 +52,11 @@ def test_the_commands_and_their_options_are_these(run: Run) -> None:
         command: sorted(
             line.split()[0] for line in run(command, "--help")[1].splitlines() if line.strip().startswith("--")
         )
-        for command in ("train", "explain", "plugins", "doctor")
+        for command in ("train", "merge", "explain", "plugins", "doctor")
     }
     assert options == {
         "train": ["--help", "--set"],
+        "merge": ["--dtype", "--help", "--into"],
         "explain": ["--config", "--help", "--json"],
         "plugins": ["--config", "--help", "--json"],
         "doctor": ["--help", "--json"],

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from foak.core._version import __version__
+from foak.core.cli.merge import merge_command
 from foak.core.cli.train import train_command
 from foak.core.errors import ConfigError, UnsupportedError
 
@@ -48,6 +49,7 @@ def _options(
 
 
 app.command("train")(train_command)
+app.command("merge")(merge_command)
 
 
 @app.command()
