@@ -42,3 +42,13 @@ def kept(seed, stream, rows, first_column, threshold, BLOCK: tl.constexpr):
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
     numbers = tl.join(words, (words << 16) | (words >> 16))
     return numbers.reshape(rows.shape[0], BLOCK) >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def keep_both(keep, narrow, wide):
+    """Two tensors with one mask. They are joined so that the mask is needed in one layout only: left to itself the
+    compiler computes it a second time in the layout of the tensor cores, where a thread has few neighbouring columns.
+    """
+    pair = tl.where(keep[:, :, None], tl.join(narrow.to(tl.float32), wide), 0.0)
+    first, second = tl.split(pair)
+    return first.to(narrow.dtype), second

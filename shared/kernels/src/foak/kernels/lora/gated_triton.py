@@ -17,8 +17,8 @@ from foak.kernels._rows import row_view
 from foak.kernels.geglu.triton import _gate as geglu_gate
 from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
 from foak.kernels.lora.dropout import threshold_of
-from foak.kernels.lora.dropout_triton import kept, streams
-from foak.kernels.lora.thin_triton import split_dot
+from foak.kernels.lora.dropout_triton import keep_both, kept, streams
+from foak.kernels.lora.thin_triton import add_outer, load_factor, low_rank_share, split_dot
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
@@ -47,7 +47,7 @@ def _project_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < row_count
     ranks = tl.arange(0, R)
-    stream, _, _ = streams()
+    stream = streams()[0]
     acc = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     fine = acc
     for first in range(0, K, BLOCK_K):
@@ -55,7 +55,7 @@ def _project_kernel(
         mask = in_rows[:, None] & (columns < K)[None, :]
         gate = tl.load(gate_ptr + rows[:, None] * gate_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         up = tl.load(up_ptr + rows[:, None] * up_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        p, _ = _weigh(gate, ACTIVATION)
+        p = _weigh(gate, ACTIVATION)[0]
         h = (gate * p * up).to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + rows[:, None] * K + columns[None, :], h, mask=mask)
         if DROPS:
@@ -82,43 +82,40 @@ def _backward_kernel(
     columns = first + tl.arange(0, BLOCK_K)
     in_row = columns < K
     ranks = tl.arange(0, R)
-    stream, _, _ = streams()
-    in_a = (ranks < RANK)[:, None] & in_row[None, :]
-    a = tl.load(a_ptr + ranks[:, None] * K + columns[None, :], mask=in_a, other=0.0)
+    stream = streams()[0]
+    narrow: tl.constexpr = dgate_ptr.dtype.element_ty
+    a = load_factor(a_ptr, columns, K, RANK, R, narrow, PARTS)
     acc = tl.zeros([R, BLOCK_K], dtype=tl.float32)
     fine = acc
-    for start in range(tl.program_id(1) * BLOCK_N, row_count, tl.num_programs(1) * BLOCK_N):
-        rows = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
+    step = tl.num_programs(1).to(tl.int64) * BLOCK_N
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < row_count)[:, None] & in_row[None, :]
+    # The next rows are asked for before these are worked on, so that memory is busy meanwhile.
+    next_gate = tl.load(gate_ptr + rows[:, None] * gate_stride + columns[None, :], mask=mask, other=0.0)
+    next_up = tl.load(up_ptr + rows[:, None] * up_stride + columns[None, :], mask=mask, other=0.0)
+    next_dh = tl.load(dh_ptr + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
+    for _ in range(tl.program_id(1) * BLOCK_N, row_count, tl.num_programs(1) * BLOCK_N):
+        gate, up, dh = next_gate.to(tl.float32), next_up.to(tl.float32), next_dh.to(tl.float32)
+        following = rows + step
+        next_mask = (following < row_count)[:, None] & in_row[None, :]
+        next_gate = tl.load(gate_ptr + following[:, None] * gate_stride + columns[None, :], mask=next_mask, other=0.0)
+        next_up = tl.load(up_ptr + following[:, None] * up_stride + columns[None, :], mask=next_mask, other=0.0)
+        next_dh = tl.load(dh_ptr + following[:, None] * K + columns[None, :], mask=next_mask, other=0.0)
         in_rows = rows < row_count
-        mask = in_rows[:, None] & in_row[None, :]
-        gate = tl.load(gate_ptr + rows[:, None] * gate_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + rows[:, None] * up_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        places = rows[:, None] * K + columns[None, :]
-        dh = tl.load(dh_ptr + places, mask=mask, other=0.0).to(tl.float32)
         dz = tl.load(dz_ptr + rows[:, None] * R + ranks[None, :], mask=in_rows[:, None], other=0.0)
         p, slope = _weigh(gate, ACTIVATION)
-        narrow = dgate_ptr.dtype.element_ty
-        h = (gate * p * up).to(narrow)
-        share = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-        rest = dz
-        for index in tl.static_range(PARTS):  # dz's parts from coarse to fine, with as many of A's as matter
-            part = rest.to(narrow)
-            share, finer = split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
-            share += finer
-            rest = rest - part.to(tl.float32)
+        weighed = gate * p
+        h = (weighed * up).to(narrow)
+        share = low_rank_share(dz, a, narrow, PARTS)
         if DROPS:
-            keep = kept(seed, stream, rows, first, threshold, BLOCK_K)
-            share = tl.where(keep, share, 0.0)
-            h = tl.where(keep, h, 0.0)
+            h, share = keep_both(kept(seed, stream, rows, first, threshold, BLOCK_K), h, share)
+        acc, fine = add_outer(dz, h, acc, fine, PARTS)
         dh += share
+        places = rows[:, None] * K + columns[None, :]
+        mask = in_rows[:, None] & in_row[None, :]
         tl.store(dgate_ptr + places, (dh * up * (p + gate * slope)).to(narrow), mask=mask)
-        tl.store(dup_ptr + places, (dh * gate * p).to(narrow), mask=mask)
-        part = dz.to(narrow)
-        acc = tl.dot(tl.trans(part), h, acc)
-        for _ in tl.static_range(1, PARTS):
-            dz = dz - part.to(tl.float32)
-            part = dz.to(narrow)
-            fine = tl.dot(tl.trans(part), h, fine)
+        tl.store(dup_ptr + places, (dh * weighed).to(narrow), mask=mask)
+        rows = following
     out = partial_ptr + tl.program_id(1).to(tl.int64) * R * K + ranks[:, None] * K + columns[None, :]
     tl.store(out, acc + fine, mask=in_row[None, :])
 

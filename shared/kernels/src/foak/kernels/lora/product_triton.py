@@ -84,9 +84,8 @@ def _product_kernel(
         columns = o + tl.arange(0, BLOCK_O)
         if EARLY:  # the loads are under way while the tile is multiplied
             ranks = tl.arange(0, R)
-            z = tl.load(
-                z_ptr + rows.to(tl.int64)[:, None] * R + ranks[None, :], mask=(rows < row_count)[:, None], other=0.0
-            )
+            places = rows.to(tl.int64)[:, None] * R + ranks[None, :]
+            z = tl.load(z_ptr + places, mask=(rows < row_count)[:, None], other=0.0).to(DTYPE)
             in_b = (columns < out_count)[None, :] & (ranks < RANK)[:, None]
             b = tl.load(b_ptr + columns[None, :] * RANK + ranks[:, None], mask=in_b, other=0.0).to(DTYPE)
         acc = tl.zeros((BLOCK_N, BLOCK_O), dtype=tl.float32)

@@ -20,7 +20,7 @@ from torch import Tensor
 from foak.kernels._rows import row_view
 from foak.kernels.launch import multiprocessor_count, on_device_of
 from foak.kernels.lora.dropout import threshold_of
-from foak.kernels.lora.dropout_triton import kept, streams
+from foak.kernels.lora.dropout_triton import keep_both, kept, streams
 
 GROUP = 3
 """Adapters of one launch: query, key and value."""
@@ -100,10 +100,38 @@ def _project_kernel(
 
 
 @triton.jit
-def _load_factor(a_ptr, columns, K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr):
+def load_factor(
+    a_ptr, columns, K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr
+):
+    """[R, BLOCK_K] of a factor: rounded at once where one part is all that is used."""
     ranks = tl.arange(0, R)
     mask = (ranks < RANK)[:, None] & (columns < K)[None, :]
-    return tl.load(a_ptr + ranks[:, None] * K + columns[None, :], mask=mask, other=0.0)
+    a = tl.load(a_ptr + ranks[:, None] * K + columns[None, :], mask=mask, other=0.0)
+    return a.to(NARROW) if PARTS == 1 else a
+
+
+@triton.jit
+def low_rank_share(z, a, narrow: tl.constexpr, PARTS: tl.constexpr):
+    """z @ a in fp32: z's parts from coarse to fine, each with as many of a's as matter."""
+    share = tl.zeros([z.shape[0], a.shape[1]], dtype=tl.float32)
+    for index in tl.static_range(PARTS):
+        part = z.to(narrow)
+        share, fine = split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
+        share += fine
+        z = z - part.to(tl.float32)
+    return share
+
+
+@triton.jit
+def add_outer(z, x, acc, fine, PARTS: tl.constexpr):
+    """acc + fine + z.T @ x, z in `PARTS` parts of x's dtype, the first of which goes into acc."""
+    part = z.to(x.dtype)
+    acc = tl.dot(tl.trans(part), x, acc)
+    for _ in tl.static_range(1, PARTS):
+        z = z - part.to(tl.float32)
+        part = z.to(x.dtype)
+        fine = tl.dot(tl.trans(part), x, fine)
+    return acc, fine
 
 
 @triton.jit
@@ -113,29 +141,14 @@ def _reduce_one(
 ):  # fmt: skip
     """One adapter's part of a tile: its factor's gradient, and what it adds to the input's gradient."""
     z = tl.load(z_ptr + rows[:, None] * R + tl.arange(0, R)[None, :], mask=in_rows[:, None], other=0.0)
-    keep = in_rows[:, None]
-    if DROPS:
-        keep = kept(seed, stream, rows, first, threshold, BLOCK_K)
-        x = tl.where(keep, x, 0.0)
-    part = z.to(x.dtype)
-    acc = tl.dot(tl.trans(part), x, acc)
-    for _ in tl.static_range(1, PARTS):
-        z = z - part.to(tl.float32)
-        part = z.to(x.dtype)
-        fine = tl.dot(tl.trans(part), x, fine)
     if NEEDS_DX:
-        z = tl.load(z_ptr + rows[:, None] * R + tl.arange(0, R)[None, :], mask=in_rows[:, None], other=0.0)
-        share = tl.zeros([x.shape[0], BLOCK_K], dtype=tl.float32)
-        part = z.to(x.dtype)
-        for index in tl.static_range(PARTS):  # z's parts from coarse to fine, with as many of the factor's as matter
-            share, rest = split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
-            share += rest
-            if index + 1 < PARTS:
-                z = z - part.to(tl.float32)
-                part = z.to(x.dtype)
+        share = low_rank_share(z, a, x.dtype, PARTS)
         if DROPS:
-            share = tl.where(keep, share, 0.0)
+            x, share = keep_both(kept(seed, stream, rows, first, threshold, BLOCK_K), x, share)
         dx += share
+    elif DROPS:
+        x = tl.where(kept(seed, stream, rows, first, threshold, BLOCK_K), x, 0.0)
+    acc, fine = add_outer(z, x, acc, fine, PARTS)
     return dx, acc, fine
 
 
@@ -162,21 +175,30 @@ def _reduce_kernel(
     fine0, fine1, fine2 = acc0, acc0, acc0
     a0, a1, a2 = acc0, acc0, acc0
     if NEEDS_DX:
-        a0 = _load_factor(a0_ptr, columns, K, RANK0, R).to(tl.float32)
+        a0 = load_factor(a0_ptr, columns, K, RANK0, R, x_ptr.dtype.element_ty, PARTS)
         if COUNT > 1:
-            a1 = _load_factor(a1_ptr, columns, K, RANK1, R).to(tl.float32)
+            a1 = load_factor(a1_ptr, columns, K, RANK1, R, x_ptr.dtype.element_ty, PARTS)
         if COUNT > 2:
-            a2 = _load_factor(a2_ptr, columns, K, RANK2, R).to(tl.float32)
+            a2 = load_factor(a2_ptr, columns, K, RANK2, R, x_ptr.dtype.element_ty, PARTS)
     member = tl.cast(row_count, tl.int64) * R
-    for start in range(tl.program_id(1) * BLOCK_N, row_count, tl.num_programs(1) * BLOCK_N):
-        rows = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
-        in_rows = rows < row_count
-        mask = in_rows[:, None] & in_row[None, :]
-        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
-        dx = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-        places = dx_ptr + rows[:, None] * K + columns[None, :]
+    step = tl.num_programs(1).to(tl.int64) * BLOCK_N
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < row_count)[:, None] & in_row[None, :]
+    # The next rows are asked for before these are worked on, so that memory is busy meanwhile.
+    next_x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+    next_dx = next_x
+    if NEEDS_DX:
+        next_dx = tl.load(dx_ptr + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
+    for _ in range(tl.program_id(1) * BLOCK_N, row_count, tl.num_programs(1) * BLOCK_N):
+        x = next_x
+        dx = next_dx.to(tl.float32)
+        following = rows + step
+        next_mask = (following < row_count)[:, None] & in_row[None, :]
+        next_x = tl.load(x_ptr + following[:, None] * x_stride + columns[None, :], mask=next_mask, other=0.0)
+        next_dx = next_x
         if NEEDS_DX:
-            dx = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+            next_dx = tl.load(dx_ptr + following[:, None] * K + columns[None, :], mask=next_mask, other=0.0)
+        in_rows = rows < row_count
         dx, acc0, fine0 = _reduce_one(
             x, dx, acc0, fine0, z_ptr, a0, seed, stream0, rows, in_rows, first, threshold0,
             R, DROPS0, NEEDS_DX, PARTS, BLOCK_K,
@@ -192,7 +214,9 @@ def _reduce_kernel(
                 R, DROPS2, NEEDS_DX, PARTS, BLOCK_K,
             )  # fmt: skip
         if NEEDS_DX:
-            tl.store(places, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            row_mask = in_rows[:, None] & in_row[None, :]
+            tl.store(dx_ptr + rows[:, None] * K + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=row_mask)
+        rows = following
     out = partial_ptr + tl.program_id(1).to(tl.int64) * COUNT * R * K + tl.arange(0, R)[:, None] * K + columns[None, :]
     tl.store(out, acc0 + fine0, mask=in_row[None, :])
     if COUNT > 1:
