@@ -37,6 +37,8 @@ class PackedMask:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedMask:
         """The mask for a layer on another device (accelerate moves a layer's arguments to it)."""
+        if isinstance(device, torch.dtype):
+            raise TypeError("a PackedMask has no values of a dtype")
         return PackedMask(self.packed.to(device, non_blocking), self.backend, self.window)
 
     def __repr__(self) -> str:
