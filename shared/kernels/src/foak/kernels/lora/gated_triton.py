@@ -138,7 +138,7 @@ def project(
     count = gate_rows.shape[0]
     h = empty_rows(gate, gate.dtype)
     z = gate.new_empty((count, rank), dtype=torch.float32)
-    block = next(size for size in (64, 32, 16) if size == 16 or count >= size * multiprocessor_count(gate) // 2)
+    block = 32 if count >= 16 * multiprocessor_count(gate) else 16
     with on_device_of(gate):
         _project_kernel[(-(-count // block),)](
             gate_rows, up_rows, a, h, z, count, gate_stride, up_stride, seed, threshold_of(p), scale,
@@ -171,7 +171,10 @@ def backward(
     up_rows, up_stride = row_view(up, length)
     count = gate_rows.shape[0]
     dup = empty_rows(gate, gate.dtype)
-    block_n, block_k = (32, 128) if rank <= 32 else (32, 64)
+    block_n, block_k = (
+        16,
+        64,
+    )  # five tiles and their successors are in registers: small ones leave room for many programs
     blocks = -(-length // block_k)
     splits = max(1, min(-(-count // block_n), 8 * multiprocessor_count(gate) // blocks))
     partial = gate.new_empty((splits, rank, length), dtype=torch.float32)

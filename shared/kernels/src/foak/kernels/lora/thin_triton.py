@@ -308,6 +308,7 @@ def reduce_rows(
             row_count, stride, seed, *[threshold_of(p) for p in drops], *[0] * fill,
             K=length, RANK0=ranks[0], RANK1=(*ranks, 1, 1)[1], RANK2=(*ranks, 1, 1)[2], R=rank, COUNT=count,
             DROPS0=drops[0] > 0, DROPS1=count > 1 and drops[1] > 0, DROPS2=count > 2 and drops[2] > 0,
-            NEEDS_DX=dx is not None, PARTS=parts, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3,
+            NEEDS_DX=dx is not None, PARTS=parts, BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=4 if dx is not None else 8, num_stages=2,
         )  # fmt: skip
     return partial.sum(dim=0)
