@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ IMPORT_TOOLS = ("import-linter",)
 BUILD_TOOLS = ("hatchling", "editables", "build")
 # For Triton's interpreter, where torch brings no Triton. Not in the constraints: a GPU build of torch requires its own.
 TRITON = "triton==3.9.0"
+# What the session gptq-interop quantizes with, each in an environment of its own.
+QUANTIZERS = {"autogptq": "auto-gptq==0.7.1", "gptqmodel": "gptqmodel==7.7.0"}
 EXTRAS = {"foak-core": "train", "foak-quantized-peft": "bitsandbytes"}
 
 
@@ -202,6 +205,36 @@ def lower_bounds(names: Iterable[str]) -> list[str]:
         extra = project.get("optional-dependencies", {}).get(EXTRAS.get(package.name), ())
         found.update(line for line in (*project["dependencies"], *extra) if line.partition(">=")[0] not in PACKAGES)
     return sorted(line.replace(">=", "==") for line in found if not line.startswith("torch>="))
+
+
+@nox.session(name="gptq-interop")
+def gptq_interop(session: nox.Session) -> None:
+    """Checkpoints that AutoGPTQ and GPTQModel write, each in its own environment, loaded and trained on.
+
+    Before a release. `-- --write` puts them in the place of those that the session `tests` loads.
+    """
+    here = ROOT / "integration-tests" / "gptq_interop"
+    checkpoints = Path(session.create_tmp()) / "checkpoints"
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "2"}
+    environment["FOAK_GPTQ_CHECKPOINTS"] = str(checkpoints)
+    for name, quantizer in QUANTIZERS.items():
+        venv = Path(session.virtualenv.location).with_name(f"gptq-interop-{name}")
+        session.run("python", "-m", "venv", str(venv))
+        python = str(venv / "bin" / "python")
+        pip = (python, "-m", "pip", "install")
+        session.run(*pip, f"--requirement={here / f'requirements-{name}.txt'}", external=True, silent=True)
+        build = {"BUILD_CUDA_EXT": "0"}
+        session.run(*pip, "--no-build-isolation", quantizer, external=True, silent=True, env=build)
+        session.run(python, str(here / f"write_{name}.py"), str(checkpoints), external=True, env=environment)
+    # In the environment of the last one, foak with GPTQModel's own layers.
+    packages = [f"--editable={package.folder}" for package in PACKAGES.values()]
+    session.run(*pip, "--no-deps", "--no-build-isolation", *packages, external=True, silent=True)
+    external = str(here / "external_gptqmodel.py")
+    session.run(python, "-m", "pytest", external, external=True, env=environment)
+    install(session, PACKAGES, *TEST_TOOLS)
+    session.run("pytest", str(here), env=environment)
+    if "--write" in session.posargs:
+        shutil.copytree(checkpoints, here / "fixtures", dirs_exist_ok=True)
 
 
 @nox.session(venv_backend="none")
