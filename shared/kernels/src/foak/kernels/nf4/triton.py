@@ -90,7 +90,10 @@ def _decode_kernel(
     if NESTED:
         index = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
         group = tl.load(nested_absmax_ptr + block // NESTED_BLOCKSIZE, mask=mask, other=0.0)
-        scale = tl.load(nested_code_ptr + index) * group + tl.load(offset_ptr)
+        # A product and then a sum, each rounded: fused into one operation they would have other bits. The maximum keeps
+        # every compiler from fusing them; an option of the launch would be lost under torch.compile.
+        product = tl.maximum(tl.load(nested_code_ptr + index) * group, float("-inf"))
+        scale = product + tl.load(offset_ptr)
     else:
         scale = tl.load(absmax_ptr + block, mask=mask, other=0.0)
 
@@ -163,6 +166,4 @@ def decode(
             LOOKUP=LOOKUP,
             WORDS=WORDS,
             num_warps=WARPS,
-            # The nested scale is a product and then a sum, each rounded: fused into one operation it has other bits.
-            enable_fp_fusion=False,
         )
