@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from foak.core import AccelerationFramework
+from foak.core.cli.explain import build_on_meta, find_model_config
 from foak.core.merge import merge_adapter
 from foak.core.train.job import Job
 from foak.core.train.runfile import read_run_file
@@ -108,6 +109,37 @@ def test_fused_lora_takes_every_layer_of_an_nf4_base(tiny_model: Path, tmp_path:
     assert run.patches is not None
     taken = [record for record in run.patches.patched if "lora" in record.rule]
     assert sum(record.module.endswith(("_proj",)) for record in taken) == 14
+
+
+def test_int8_is_recognised_and_kept_with_the_reason(tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model, quantization_config=BitsAndBytesConfig(load_in_8bit=True), dtype=torch.float32
+    )
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    tree = {"plugins": {"training": {"fused_ops_and_kernels": {"fused_lora": "auto"}}}}
+    report = AccelerationFramework(tree).apply(adapted)
+    kept = [record for record in report.kept if record.module.endswith("_proj")]
+    assert len(kept) == 14
+    assert all("rounds the inputs to 8 bits" in record.reason for record in kept)
+    adapted.train()
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = adapted(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.02
+
+
+def test_a_model_on_the_meta_device_is_explained_under_the_same_configuration(tiny_model: Path) -> None:
+    # Without `base_layer`, which asks for a model that is quantized already.
+    kernels = {name: value for name, value in KERNELS.items() if name != "base_layer"}
+    tree = {"plugins": {"peft": {"quantization": {"bitsandbytes": {}, "fused_ops_and_kernels": kernels}}}}
+    model = build_on_meta(find_model_config(str(tiny_model)))
+    report = AccelerationFramework(tree).apply(model, strict=False)
+    assert {record.rule for record in report.patched} >= {"rms_norm", "rope", "swiglu"}
 
 
 def test_the_example_is_a_run_file_that_trains(tiny_model: Path, tmp_path: Path) -> None:
