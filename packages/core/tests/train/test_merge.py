@@ -212,9 +212,11 @@ def test_names_that_lead_nowhere(
 ) -> None:
     out = tmp_path / "out"
     assert "there is no such folder" in refused(capsys, 2, trained, "--into", tmp_path / "nowhere", out)
-    assert "without config.json" in refused(capsys, 2, trained, "--into", trained, out)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "neither config.json nor a GGUF file" in refused(capsys, 2, trained, "--into", empty, out)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "MODEL is nobody/nothing, which cannot be loaded" in refused(
+    assert "MODEL is 'nobody/nothing', which cannot be loaded" in refused(
         capsys, 2, trained, "--into", "nobody/nothing", out
     )
     assert "allowed: auto, bfloat16" in refused(capsys, 2, trained, "--into", tiny_model, out, "--dtype", "int8")

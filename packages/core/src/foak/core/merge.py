@@ -10,9 +10,12 @@ import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foak.core.errors import ConfigError, UnsupportedError
+from foak.core.train.fields import Origin
+from foak.core.train.model import LoadedModel, load_model, locate
+from foak.core.train.runfile import DataSection, ModelSection, RunFile
 from foak.core.train.storage import named_failure, replace_folder
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ class Merged:
     """What was written.
 
     Attributes:
-        folder: the merged model, in safetensors, with the tokenizer where there is one.
+        folder: the merged model, in safetensors, with its tokenizer.
         dtype: dtype of its weights.
         layers: how many layers the adapter changed.
     """
@@ -48,9 +51,10 @@ def merge_adapter(adapter: Path, into: str, out: Path, dtype: str = "auto") -> M
 
     Args:
         adapter: folder with `adapter_config.json` and `adapter_model.safetensors`.
-        into: folder or hub id of an unquantized model.
+        into: an unquantized model as a run file names it in `model.name_or_path`: a folder (of a GGUF file too), a hub
+            id, or `package:NAME`.
         out: folder to write; must not exist.
-        dtype: dtype of the merged weights, one of `DTYPES`; `auto` keeps the checkpoint's own.
+        dtype: dtype of the merged weights, one of `DTYPES`; `auto` keeps the checkpoint's own (float32 for GGUF).
 
     Raises:
         ConfigError: something that was named is not there, or is there already.
@@ -60,7 +64,8 @@ def merge_adapter(adapter: Path, into: str, out: Path, dtype: str = "auto") -> M
     if out.exists():
         raise ConfigError(f"OUT is {out}, which exists already: name a new folder, or remove it")
     settings = _read_adapter(adapter)
-    model = _load(into, dtype)
+    loaded = _load(into, dtype)
+    model = loaded.model
     stored = _stored_tensors(adapter / _WEIGHTS)
     _separate_head(model, stored)
     adapted = _attach(model, adapter, into)
@@ -76,7 +81,7 @@ def merge_adapter(adapter: Path, into: str, out: Path, dtype: str = "auto") -> M
         raise UnsupportedError(f"ADAPTER is {adapter}, which PEFT does not merge: {error}") from error
     with named_failure("The merged model", out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        replace_folder(out, lambda folder: _save(merged, folder, adapter, into), owner=True)
+        replace_folder(out, lambda folder: _save(merged, folder, adapter, loaded.tokenizer), owner=True)
     return Merged(out, str(merged.dtype).removeprefix("torch."), layers)
 
 
@@ -91,31 +96,39 @@ def _read_adapter(adapter: Path) -> dict[str, Any]:
     return settings
 
 
-def _load(into: str, dtype: str) -> PreTrainedModel:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+class _Model(Origin):
+    """Words errors about the key `model.name_or_path` of a run as errors about the option."""
 
-    folder = Path(into).expanduser()
-    if into.startswith((".", "/", "~")) and not folder.is_dir():
-        raise ConfigError(f"MODEL is {into}, but there is no such folder")
-    name = str(folder.resolve()) if folder.is_dir() else into
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(f"MODEL is {into}, a folder without config.json: name the folder of a saved model")
-    try:
-        config = AutoConfig.from_pretrained(name)
+    def error(self, key: str, text: str) -> ConfigError:
+        return ConfigError(f"MODEL {text}")
+
+
+def _load(into: str, dtype: str) -> LoadedModel:
+    """Loads the model as `foak train` does, so that what a run trained on can be named in the same way."""
+    from transformers import AutoConfig
+
+    run = RunFile(
+        path=Path("MODEL"),
+        model=ModelSection(name_or_path=into, dtype=cast("Any", dtype)),
+        data=DataSection(train=""),
+        peft=None,
+        training={},
+        resume=False,
+        acceleration=None,
+        origin=_Model(Path("MODEL")),
+    )
+    location, gguf_file = locate(run)
+    if gguf_file is None:
+        try:
+            config = AutoConfig.from_pretrained(location)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise run.origin.error("", f"is {into!r}, which cannot be loaded: {reason[0]}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise UnsupportedError(
                 f"MODEL is {into}, whose weights are quantized: name the unquantized model that it was made from"
             )
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, dtype="auto" if dtype == "auto" else getattr(torch, dtype)
-        )
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"MODEL is {into}, which cannot be loaded: {reason[0]}") from error
-    return model
+    return load_model(run)
 
 
 def _stored_tensors(file: Path) -> set[str]:
@@ -168,20 +181,11 @@ def _check_complete(adapted: Any, stored: set[str], adapter: Path, into: str) ->
             raise UnsupportedError(f"ADAPTER {adapter} does not fit MODEL {into}: the model {fault} {min(names)}")
 
 
-def _save(merged: Any, folder: Path, adapter: Path, into: str) -> None:
-    merged.save_pretrained(folder)
-    tokenizer = _tokenizer(adapter, into)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _tokenizer(adapter: Path, into: str) -> Any | None:
-    """The tokenizer that was saved with the adapter (its chat template may be the run's), else the model's."""
+def _save(merged: Any, folder: Path, adapter: Path, tokenizer: Any) -> None:
+    """Saves model and tokenizer: the adapter's, whose chat template may be the run's, else the model's."""
     from transformers import AutoTokenizer
 
     if (adapter / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(str(adapter.resolve()))
-    folder = Path(into).expanduser()
-    if folder.is_dir() and not (folder / "tokenizer_config.json").is_file():
-        return None
-    return AutoTokenizer.from_pretrained(str(folder.resolve()) if folder.is_dir() else into)
+        tokenizer = AutoTokenizer.from_pretrained(str(adapter.resolve()))
+    merged.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

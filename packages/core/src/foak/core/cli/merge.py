@@ -21,7 +21,9 @@ def merge_command(
     into: Annotated[
         str,
         typer.Option(
-            "--into", metavar="MODEL", help="Folder or hub id of the unquantized model that the adapter belongs to."
+            "--into",
+            metavar="MODEL",
+            help="The unquantized model: a folder (of a GGUF file too), a hub id, or package:NAME.",
         ),
     ],
     dtype: Annotated[

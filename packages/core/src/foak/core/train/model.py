@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from foak.core import AccelerationFramework
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "load_model", "locate"]
 
 _PACKAGE = "package:"
 
@@ -47,7 +47,7 @@ def load_model(run: RunFile, framework: AccelerationFramework | None = None) -> 
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    location, gguf_file = _locate(run)
+    location, gguf_file = locate(run)
     section = run.model
     common = {"revision": section.revision, "trust_remote_code": section.trust_remote_code, "gguf_file": gguf_file}
     common = {key: value for key, value in common.items() if value}
@@ -86,8 +86,12 @@ def _loaded_by_plugin(framework: AccelerationFramework | None) -> bool:
     return framework is not None and any(plugin.loads for plugin in framework.active_plugins)
 
 
-def _locate(run: RunFile) -> tuple[str, str | None]:
-    """Where the model lies (an absolute folder or a hub id), and the GGUF file to read from it."""
+def locate(run: RunFile) -> tuple[str, str | None]:
+    """Where the model lies (an absolute folder or a hub id), and the GGUF file to read from it.
+
+    Raises:
+        ConfigError: there is no such folder, package or file.
+    """
     name = run.model.name_or_path
     if name.startswith(_PACKAGE):
         folder = _package_folder(run, name.removeprefix(_PACKAGE))
