@@ -33,13 +33,14 @@ def _refuse_gptqmodel(layer: Any) -> str | None:
         return "its GPTQModel layer stores words in another layout than 2, 3, 4 or 8 bits in int32"
     if layer.adapter is not None:
         return "its GPTQModel layer has an adapter of its own"
-    if getattr(layer, "rotation", None) is not None:
+    if layer.online_full_had or layer.online_partial_had:
         return "its GPTQModel layer rotates its input"
     return None
 
 
 def _decode_gptqmodel(layer: Any, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    # The layer rounds to the dtype of its scales first, and then to that of its input.
+    # The layer rounds to the dtype of its scales first, and then to that of its input. In whatever way a checkpoint
+    # stores zeros, the layer has brought them into the second version's when it was made ready.
     rounded: torch.dtype = layer.scales.dtype
     weight = dequantize_gptq(
         layer.qweight,
@@ -47,7 +48,7 @@ def _decode_gptqmodel(layer: Any, dtype: torch.dtype, out: Tensor | None) -> Ten
         layer.scales,
         layer.g_idx,
         layer.bits,
-        zero_offset=2 - layer.qzero_format(),
+        zero_offset=0,
         dtype=rounded,
         out=out if dtype is rounded else None,
     )

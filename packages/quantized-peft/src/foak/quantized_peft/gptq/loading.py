@@ -84,11 +84,10 @@ def load_model(section: Section, name_or_path: str, **kwargs: Any) -> PreTrained
     checkpoint = open_checkpoint(folder, _stored_settings(config))
     if not checkpoint.pickled:
         config.transformers_weights = checkpoint.weights
-    model = (
-        _load_own(checkpoint, config, kwargs)
-        if not section["use_external_lib"]
-        else _load_external(checkpoint, config, kwargs)
-    )
+    if section["use_external_lib"]:
+        model = _load_external(section, checkpoint, config, kwargs)
+    else:
+        model = _load_own(checkpoint, config, kwargs)
     # An adapter that is saved names the model that it belongs to.
     model.config._name_or_path = model.name_or_path = name_or_path
     return model
@@ -137,11 +136,33 @@ def _stored_settings(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 
 
 def _load_own(checkpoint: Checkpoint, config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     from foak.quantized_peft.gptq.quantizer import METHOD
 
     config.quantization_config = {"quant_method": METHOD, "checkpoint": checkpoint}
+    return _from_pretrained(checkpoint, config, kwargs)
+
+
+def _load_external(
+    section: Section, checkpoint: Checkpoint, config: PreTrainedConfig, kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    """Loads through transformers' own GPTQ support, which makes GPTQModel's layers by way of optimum."""
+    if checkpoint.settings.overrides:
+        raise UnsupportedError(
+            f"{checkpoint.settings.origin} has settings for single layers (dynamic), which transformers cannot give to "
+            f"GPTQModel; set {section.key('use_external_lib')} to false"
+        )
+    config.quantization_config = {
+        **checkpoint.settings.written,
+        "quant_method": "gptq",
+        # GPTQModel's choice among the kernels that a gradient goes through.
+        "backend": "auto_trainable",
+    }
+    return _from_pretrained(checkpoint, config, kwargs)
+
+
+def _from_pretrained(checkpoint: Checkpoint, config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     if checkpoint.pickled:
         kwargs["use_safetensors"] = False
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -154,13 +175,4 @@ def _load_own(checkpoint: Checkpoint, config: PreTrainedConfig, kwargs: dict[str
             f"{checkpoint.folder / checkpoint.weights}: {missing[0]} is missing"
             + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
         )
-    return model
-
-
-def _load_external(checkpoint: Checkpoint, config: PreTrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Loads through transformers' own GPTQ support, which makes GPTQModel's layers by way of optimum."""
-    from transformers import AutoModelForCausalLM
-
-    config.quantization_config = {**checkpoint.settings.written, "quant_method": "gptq"}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint.folder, config=config, **kwargs)
     return model
