@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 
@@ -33,7 +34,7 @@ NOTHING_OF_THE_KIND = {
     "position": "no rotary embedding",
     "loss": "no output head",
     "activation": "no gated MLP",
-    "fused LoRA": "not in this release",
+    "fused LoRA": "no linear layer that an adapter fits",
 }
 KERNELS: dict[str, Any] = {
     "fast_loss": "auto",
@@ -58,11 +59,12 @@ def _architectures() -> Any:
 
 
 def records_of(architecture: Any) -> list[PatchRecord]:
-    """What every kernel does to one architecture, on the meta device, as `foak explain` finds it."""
+    """What every kernel does to one architecture with an adapter on each linear layer, on the meta device."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(architecture.tiny_config())
+        model: Any = transformers.AutoModelForCausalLM.from_config(architecture.tiny_config())
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     framework = AccelerationFramework({"plugins": {"training": {"fused_ops_and_kernels": KERNELS}}})
-    return list(framework.apply(model, strict=False))
+    return list(framework.apply(adapted, strict=False))
 
 
 def cell(column: str, records: Iterable[PatchRecord]) -> str:

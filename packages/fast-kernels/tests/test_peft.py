@@ -126,12 +126,14 @@ def fill(model: nn.Module) -> None:
 def models_of(adapter: Adapter, order: str) -> Pair:
     base = base_of(adapter)
     plain = adapted(copy.deepcopy(base), adapter)
+    # Fused adapters draw masks of their own: what they compute with dropout is compared in test_fused_lora.
+    lora = "auto" if not adapter.config.get("lora_dropout") or adapter.config.get("use_dora") else False
     if order == "foak first":
         framework = accelerate(base)
         fast = adapted(base, adapter)
     else:
         fast = adapted(base, adapter)
-        framework = accelerate(fast)
+        framework = accelerate(fast, fused_lora=lora)
     return Pair(plain, fast, framework, None)  # type: ignore[arg-type]
 
 
@@ -168,7 +170,7 @@ def test_adapters_of_another_dtype(dtype: torch.dtype, autocast: torch.dtype | N
     plain = adapted(base_of(adapter), adapter)
     exact = copy.deepcopy(plain).float()
     step(exact, BY_NAME["Llama"].batch())
-    models = pair_of(plain)
+    models = pair_of(plain, fused_lora="auto")
     errors = []
     for model in models.both:
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
@@ -263,14 +265,3 @@ def test_saved_adapters_are_plain_ones(name: str, order: str, tmp_path: Path) ->
     both_do(models, lambda model: model.eval())
     assert_same_logits(Pair(models.plain, plain, models.framework, None))  # type: ignore[arg-type]
     assert_same_logits(Pair(models.plain, fast, models.framework, None))  # type: ignore[arg-type]
-
-
-def test_every_lora_layer_is_in_the_report_and_left_to_peft() -> None:
-    adapter = ADAPTERS["all linear"]
-    model = adapted(base_of(adapter), adapter)
-    models = pair_of(model, fused_lora="auto")
-    layers = {n for n, m in model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")}
-    kept = {r.module for r in models.report.kept if r.rule == "fused_lora"}
-    assert kept == layers
-    assert len(kept) == 14
-    assert all("forward" not in vars(models.fast.get_submodule(name)) for name in layers)
