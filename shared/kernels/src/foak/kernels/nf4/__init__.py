@@ -1,8 +1,8 @@
 """Decoding of 4-bit weights that are scaled by block: NF4, FP4 and any other code of 16 values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class NestedScales:
+class NestedScales(NamedTuple):
     """How scales that are themselves quantized ("double quantization") are read.
 
     The scale of block b is `code[absmax8[b]] * absmax[b // blocksize] + offset`, each operation rounded to fp32.
@@ -73,20 +72,20 @@ def dequantize_nf4(
     _check(packed, absmax, code, numel, blocksize, nested, dtype)
     if out is not None:
         _check_out(out, shape, dtype)
-    stored = packed.detach().reshape(-1).view(torch.uint8)
     if nested is None:
-        others: tuple[Tensor | None, ...] = (absmax, code, out)
+        backend = backend_for(packed, absmax, code, out)
     else:
-        others = (absmax, code, out, nested.absmax, nested.code, nested.offset)
-    with torch.no_grad():
-        if backend_for(stored, *others) == "reference":
+        backend = backend_for(packed, absmax, code, out, nested.absmax, nested.code, nested.offset)
+    if backend == "reference":
+        with torch.no_grad():
+            stored = packed.reshape(-1).view(torch.uint8)
             values = dequantize_nf4_reference(stored, absmax, code, shape, blocksize, nested, dtype)
             return values if out is None else out.copy_(values)
-        from foak.kernels.nf4.triton import decode
+    from foak.kernels.nf4.triton import decode
 
-        if out is None:
-            out = torch.empty(tuple(shape), dtype=dtype, device=stored.device)
-        decode(stored, absmax, code, numel, blocksize, nested, out)
+    if out is None:
+        out = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
+    decode(packed, absmax, code, numel, blocksize, nested, out)
     return out
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import gcd
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,7 +55,7 @@ def _select(code_ptr, nibbles):
 
 @triton.jit(do_not_specialize=["numel"])
 def _decode_kernel(
-    packed_ptr,  # [ceil(numel / NIBBLES)] words
+    packed_ptr,  # [ceil(numel / NIBBLES)] words, seen as any dtype
     absmax_ptr,  # [blocks], fp32, or uint8 where NESTED
     code_ptr,  # [16], fp32
     nested_absmax_ptr,  # [ceil(blocks / NESTED_BLOCKSIZE)], fp32
@@ -84,7 +83,8 @@ def _decode_kernel(
     inside = tl.arange(0, NIBBLES)
     first = words * NIBBLES
     mask = first < numel
-    packed = tl.load(packed_ptr + words, mask=mask, other=0, eviction_policy="evict_first").to(tl.int32)
+    WORD: tl.constexpr = tl.pointer_type(tl.int32 if NIBBLES == 8 else tl.uint8)
+    packed = tl.load(packed_ptr.to(WORD) + words, mask=mask, other=0, eviction_policy="evict_first").to(tl.int32)
 
     block = first // BLOCKSIZE
     if NESTED:
@@ -133,24 +133,25 @@ def decode(
     nested: NestedScales | None,
     out: Tensor,
 ) -> None:
-    """Writes the decoded values into `out`; `packed` is flat, in uint8. See `foak.kernels.dequantize_nf4`."""
+    """Writes the decoded values into `out`; see `foak.kernels.dequantize_nf4`."""
     if numel == 0:
         return
+    packed, scales = _dense(packed), _dense(absmax)
     # Words of one byte where the storage does not divide into words of four, or does not start at one.
-    by_word = packed.numel() % 4 == 0 and packed.storage_offset() % 4 == 0
-    words = packed.view(torch.int32) if by_word else packed
-    nibbles = 8 if by_word else 2
+    size = packed.element_size()
+    nibbles = 8 if packed.numel() * size % 4 == 0 and packed.storage_offset() * size % 4 == 0 else 2
+    if nested is None:
+        second, group = (scales, scales, scales), 1
+    else:
+        second, group = (_dense(nested.absmax), _dense(nested.code), nested.offset), nested.blocksize
     flat = out.is_contiguous()
-    scales = absmax.contiguous()
     columns = out.shape[-1]
     with on_device_of(packed):
         _decode_kernel[(-(-numel // (nibbles * WORDS)),)](
-            words,
+            packed,
             scales,
-            code.contiguous(),
-            scales if nested is None else nested.absmax.contiguous(),
-            scales if nested is None else nested.code.contiguous(),
-            scales if nested is None else nested.offset,
+            _dense(code),
+            *second,
             out,
             numel,
             # Of a flat tensor only this much of the row's length matters: one kernel for all lengths.
@@ -159,7 +160,7 @@ def decode(
             OUT_STRIDE=0 if flat else out.stride(0),
             BLOCKSIZE=blocksize,
             NESTED=nested is not None,
-            NESTED_BLOCKSIZE=1 if nested is None else nested.blocksize,
+            NESTED_BLOCKSIZE=group,
             NIBBLES=nibbles,
             FLAT=flat,
             WIDE=numel > 2**30,
@@ -167,3 +168,7 @@ def decode(
             WORDS=WORDS,
             num_warps=WARPS,
         )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
