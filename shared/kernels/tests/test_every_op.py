@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foak.kernels import geglu, layer_norm, rms_norm, rope, swiglu
+from foak.kernels import geglu, layer_norm, lora_linear, rms_norm, rope, swiglu
 from foak.kernels.testing import assert_close_to_fp64, evaluate, random_upstream
 
 
@@ -20,6 +20,7 @@ class Op:
     function: Callable[..., Tensor | tuple[Tensor, ...]]
     shapes: Callable[[int, int], tuple[tuple[int, ...], ...]]
     trains: tuple[bool, ...]
+    same_when_compiled: bool = True  # False: another formula is traced, and is tested with the op
 
     def leaves(
         self, device: torch.device, batch: int = 2, length: int = 5, dtype: torch.dtype = torch.bfloat16
@@ -43,7 +44,15 @@ OPS = (
     Op("swiglu", swiglu, lambda b, s: ((b, s, 72), (b, s, 72)), (True, True)),
     Op("geglu", geglu, lambda b, s: ((b, s, 72), (b, s, 72)), (True, True)),
     Op("geglu_tanh", lambda g, u: geglu(g, u, "tanh"), lambda b, s: ((b, s, 72), (b, s, 72)), (True, True)),
+    Op(
+        "lora_linear",
+        lora_linear,
+        lambda b, s: ((b, s, 72), (40, 72), (4, 72), (40, 4)),
+        (True, False, True, True),
+        same_when_compiled=False,
+    ),
 )
+compiled_op = pytest.mark.parametrize("op", [op for op in OPS if op.same_when_compiled], ids=lambda op: op.name)
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
@@ -153,7 +162,7 @@ def test_autocast_changes_no_dtype(op: Op, backend: str, device: torch.device) -
         assert got.dtype is wanted.dtype
 
 
-@every_op
+@compiled_op
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_reference_compiles_without_a_graph_break(op: Op, dynamic: bool, device: torch.device) -> None:
     from foak.kernels.backend import forced_backend
@@ -169,7 +178,7 @@ def test_the_reference_compiles_without_a_graph_break(op: Op, dynamic: bool, dev
 
 
 @pytest.mark.gpu
-@every_op
+@compiled_op
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_kernel_compiles_without_a_graph_break(op: Op, dynamic: bool, device: torch.device) -> None:
     leaves = op.leaves(device)
@@ -193,7 +202,7 @@ def compiled_kernels() -> int:
     kernels = {
         value
         for name, module in list(sys.modules.items())
-        if name.startswith("foak.kernels.") and name.endswith(".triton")
+        if name.startswith("foak.kernels.") and name.endswith("triton")
         for value in vars(module).values()
         if isinstance(value, JITFunction)
     }

@@ -254,6 +254,26 @@ def test_a_promise_that_nobody_asks_for(backend: str, device: torch.device) -> N
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph(dynamic: bool, device: torch.device) -> None:
+    """Another formula is traced: PyTorch's own operations, which concatenate the operands."""
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0)
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.bfloat16, device=device, seed=2) for s in [(4, 64), (32, 4)])
+    torch.compiler.reset()
+    compiled = torch.compile(lora_linear, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    upstream = random_upstream()
+    actual = evaluate(lambda *t: compiled(t[0], weight, t[1], t[2], 2.0), [x, a, b], upstream)
+    wide = [t.detach().double().requires_grad_() for t in (x, a, b)]
+    definition = wide_reference([weight], [2.0], [0.0], [None])
+    expected = evaluate(definition, wide, lambda i, _: upstream(i, actual.outputs[i]).double())
+    for got, want in zip((*actual.outputs, *actual.gradients), (*expected.outputs, *expected.gradients), strict=True):
+        assert got is not None
+        assert want is not None
+        # z and its gradient are rounded twice each (before and after the scaling), and so are the sums
+        assert_close_to_fp64(got, want, reduction_length=64, roundings=6)
+
+
 def test_no_rows(backend: str, device: torch.device) -> None:
     x = torch.empty(2, 0, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from foak.kernels.lora import traced
 from foak.kernels.lora.autograd import Call, Fulfil, LoraMember, Promise
 from foak.kernels.lora.gated import ACTIVATIONS, GatedCall, GatedPromise
 
@@ -99,7 +100,7 @@ def lora_linear(
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
     """
     member = LoraMember(
-        weight=weight if callable(weight) else weight.detach().to,
+        weight=weight if callable(weight) and not isinstance(weight, Tensor) else _reader(weight),
         out_features=b.shape[0],
         a=a,
         b=b,
@@ -107,6 +108,9 @@ def lora_linear(
         dropout_p=dropout_p,
         bias=None if bias is None else bias.detach(),
     )
+    if torch.compiler.is_compiling():
+        _check(x, member)
+        return traced.lora_linear(x, member, dtype or x.dtype)
     return promise_lora_linears(x, [member], dtype=dtype, rounds_factors=rounds_factors)[0].fulfil()
 
 
@@ -151,6 +155,13 @@ def lora_gated_linear(
     with torch.no_grad(), torch.autocast(gate.device.type, enabled=False):
         call.project_gated(gate, up, member.a)
     return PromisedLinear(call, 0, None).fulfil()
+
+
+def _reader(weight: Tensor) -> Callable[[torch.dtype], Tensor]:
+    def read(dtype: torch.dtype) -> Tensor:
+        return weight.detach().to(dtype)
+
+    return read
 
 
 def _check(x: Tensor, member: LoraMember) -> None:

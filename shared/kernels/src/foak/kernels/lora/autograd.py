@@ -119,7 +119,7 @@ class Promise(torch.autograd.Function):
             call.project(x, factors[::2])
         ctx.call_of = (call.members, call.dtype, call.drops, call.seed, call.parts, call.rank, call.thin)
         ctx.x_of = (x.shape, x.dtype)
-        ctx.save_for_backward(call.x, call.z, *factors)
+        ctx.save_for_backward(x if x.dtype is call.dtype else call.x, call.z, *factors)
         ctx.set_materialize_grads(False)
         place = call.x.new_empty(())
         return tuple(place.expand(*call.leading, m.out_features) for m in call.members)
@@ -129,6 +129,7 @@ class Promise(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         x, z, *factors = ctx.saved_tensors
         members, dtype, drops, seed, parts, rank, thin = ctx.call_of
+        x = x.reshape(-1, x.shape[-1])
         shape, x_dtype = ctx.x_of
         needs_dx, needs_factors = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         if all(dy is None for dy in upstream):

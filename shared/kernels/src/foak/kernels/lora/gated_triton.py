@@ -138,7 +138,7 @@ def project(
     count = gate_rows.shape[0]
     h = empty_rows(gate, gate.dtype)
     z = gate.new_empty((count, rank), dtype=torch.float32)
-    block = 32 if count >= 16 * multiprocessor_count(gate) else 16
+    block = 32
     with on_device_of(gate):
         _project_kernel[(-(-count // block),)](
             gate_rows, up_rows, a, h, z, count, gate_stride, up_stride, seed, threshold_of(p), scale,

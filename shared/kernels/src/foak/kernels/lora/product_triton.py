@@ -126,8 +126,7 @@ def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None
     out_features = weight.shape[0]
     y = x.new_empty((row_count, out_features))
     sms = multiprocessor_count(x)
-    wide = -(-row_count // 128) * -(-out_features // 256) >= sms
-    block_n, block_o, block_k = (128, 256 if wide else 128, 64) if x.is_cuda else (16, 32, 32)
+    block_n, block_o, block_k = (128, 256 if out_features >= 2048 else 128, 64) if x.is_cuda else (16, 32, 32)
     specialize = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
     tiles = -(-row_count // block_n) * -(-out_features // block_o)
     with on_device_of(x):

@@ -254,8 +254,7 @@ def project(
     ranks = [factor.shape[rank_dim] for factor in factors]
     length = x.shape[-1]
     out = x.new_empty((count, rows.shape[0], rank), dtype=torch.float32)
-    sms = multiprocessor_count(x)
-    block = next(size for size in (64, 32, 16) if size == 16 or rows.shape[0] >= size * sms // 2)
+    block = 64
     masked = any(p > 0 for p in drops)
     fill = GROUP - count
     thresholds = [threshold_of(p) for p in drops] + [0] * fill
