@@ -16,6 +16,17 @@ from foak.padding_free.collator import PaddingFreeCollator
 from foak.padding_free.packed import PACKED
 
 EXAMPLES = packs.sequences()
+MAMBA: dict[str, Any] = {
+    "layer_types": ["mamba", "attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_d_head": 24,
+    "mamba_chunk_size": 8,
+}
+"""A hybrid of a state-space layer and attention."""
 
 
 def pair(prefix: str = "Llama", **fields: Any) -> tuple[Any, Any]:
@@ -78,7 +89,7 @@ def test_loss_and_gradients_equal_the_padded_batch(lengths: tuple[int, ...], sid
                 "first_k_dense_replace": 1,
             },
         ),
-        ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("GraniteMoeHybrid", MAMBA),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -99,12 +110,10 @@ def test_a_batch_without_labels_that_count() -> None:
     assert all(float(gradient.abs().max()) == 0.0 for gradient in step.gradients.values() if gradient is not None)
 
 
-@pytest.mark.parametrize("prefix", ["Llama", "Mistral", "Lfm2"])
+@pytest.mark.parametrize("prefix", ["Llama", "Mistral", "GraniteMoeHybrid"])
 def test_changing_one_sequence_leaves_the_others_bit_for_bit(prefix: str) -> None:
-    fields = {"layer_types": ["conv", "full_attention"]} if prefix == "Lfm2" else {}
-    if prefix == "Mistral":
-        fields = {"sliding_window": 6}
-    _, fast = pair(prefix, **fields)
+    fields = {"GraniteMoeHybrid": MAMBA, "Mistral": {"sliding_window": 6}}
+    _, fast = pair(prefix, **fields.get(prefix, {}))
     batch = packs.packed(EXAMPLES)
     with torch.no_grad():
         before = fast(**batch).logits.split(packs.LENGTHS, dim=1)
@@ -118,9 +127,9 @@ def test_changing_one_sequence_leaves_the_others_bit_for_bit(prefix: str) -> Non
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("prefix", ["Llama", "Lfm2"])
+@pytest.mark.parametrize("prefix", ["Llama", "GraniteMoeHybrid"])
 def test_checkpointing_recomputes_with_the_layout(prefix: str, reentrant: bool) -> None:
-    plain, fast = pair(prefix, **({"layer_types": ["conv", "full_attention"]} if prefix == "Lfm2" else {}))
+    plain, fast = pair(prefix, **(MAMBA if prefix == "GraniteMoeHybrid" else {}))
     fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
     fast.enable_input_require_grads()
     expected = packs.step(plain, packs.padded(EXAMPLES))
