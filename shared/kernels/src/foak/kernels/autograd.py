@@ -9,6 +9,8 @@ from torch import Tensor
 
 _MESSAGE = b"foak's kernels are differentiable once: a second derivative was taken through one of them"
 
+_functorch_is_active = torch._C._are_functorch_transforms_active
+
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
@@ -21,10 +23,10 @@ def once_differentiable(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():  # it is under create_graph=True only
+            return backward(ctx, *upstream)
         with torch.no_grad():
             found = backward(ctx, *upstream)
-        if not torch.is_grad_enabled():  # it is under create_graph=True only
-            return found
         refused: Callable[..., Any] = torch._C._functions.DelayedError(_MESSAGE, len(found))
         attached: tuple[Tensor | None, ...] = refused(
             *(None if one is None else one.detach().requires_grad_() for one in found)
@@ -32,3 +34,14 @@ def once_differentiable(backward: Backward) -> Backward:
         return attached
 
     return wrapper
+
+
+def apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    """`function.apply(*args)`, without what `torch.autograd.Function` does in Python before each call.
+
+    That looks at every argument for a wrapper that a transform of `torch.func` has left behind, which takes about as
+    long as all the rest of a call. Within a transform, and while torch.compile traces, nothing is left out.
+    """
+    if torch.compiler.is_compiling() or _functorch_is_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

@@ -38,6 +38,11 @@ def empty_rows(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def promoted(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """The dtype that PyTorch promotes both to; the question costs a microsecond, so it is asked only if they differ."""
+    return first if first is second else torch.promote_types(first, second)
+
+
 def next_power_of_two(number: int) -> int:
     """The least power of two that is at least `number` (1 for 0)."""
     return 1 << max(number - 1, 0).bit_length()

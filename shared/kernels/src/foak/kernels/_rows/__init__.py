@@ -55,13 +55,13 @@ def backward_tile(length: int, warps: int) -> Tile:
     return Tile(rows, columns, min(32, max(warps, columns // 256)))
 
 
-def programs(row_count: int, tile: Tile, multiprocessors: int) -> int:
+def most_programs(tile: Tile, multiprocessors: int) -> int:
     """Programs of a backward that walks over its rows: as many as fit the device at once, 1024 threads for each SM."""
-    return min(-(-row_count // tile.rows), multiprocessors * max(1, 32 // tile.warps))
+    return multiprocessors * max(1, 32 // tile.warps)
 
 
-def column_blocks(row_count: int, length: int) -> tuple[int, int, int]:
-    """How an elementwise op cuts its rows: programs in all, columns of each (a power of two), warps of each.
+def column_blocks(length: int) -> tuple[int, int, int]:
+    """How an elementwise op cuts a row: programs of a row, columns of each (a power of two), warps of each.
 
     The widest block up to 2048 (16 values a thread on 4 warps) of which the padding at the row's end wastes at most
     an eighth; 128 where none does.
@@ -69,4 +69,4 @@ def column_blocks(row_count: int, length: int) -> tuple[int, int, int]:
     block = min(2048, next_power_of_two(length))
     while block > 128 and -(-length // block) * block * 8 > length * 9:
         block //= 2
-    return row_count * -(-length // block), block, max(1, block // 512)
+    return -(-length // block), block, max(1, block // 512)

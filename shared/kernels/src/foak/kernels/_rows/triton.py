@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foak.kernels.launcher import Launcher, planned
+
 BLOCK_COLUMNS = 32
 BLOCK_PROGRAMS = 128
 
@@ -28,11 +30,16 @@ def _sum_partials_kernel(
     tl.store(out_ptr + columns, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=columns < H)
 
 
+@planned
+def _sum_plan(length: int) -> tuple[Launcher, tuple[int]]:
+    launcher = Launcher(_sum_partials_kernel, num_warps=4, H=length, BLOCK_H=BLOCK_COLUMNS, BLOCK_P=BLOCK_PROGRAMS)
+    return launcher, (-(-length // BLOCK_COLUMNS),)
+
+
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first dimension of `partial` [P, H] fp32, always in the same order, rounded once to `dtype`."""
     count, length = partial.shape
     out = partial.new_empty(length, dtype=dtype)
-    _sum_partials_kernel[(-(-length // BLOCK_COLUMNS),)](
-        partial, out, count, H=length, BLOCK_H=BLOCK_COLUMNS, BLOCK_P=BLOCK_PROGRAMS, num_warps=4
-    )
+    launch, grid = _sum_plan(length)
+    launch(grid, (partial, out), count)
     return out

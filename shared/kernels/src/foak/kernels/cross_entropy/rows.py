@@ -45,7 +45,7 @@ class RowBuffers(NamedTuple):
 
     def position(self, name: str) -> int:
         """The index of a field in `values`; -1 when it was not asked for."""
-        return self.fields.index(name) if name in self.fields else -1
+        return position_of(name, self.fields)
 
     def get(self, name: str) -> Tensor:
         """A field, [n]."""
@@ -66,6 +66,11 @@ class RowBuffers(NamedTuple):
             else:  # log_probs, which is the negative of a plain loss
                 found[name] = -self.get("loss")
         return TokenStats(**found)
+
+
+def position_of(name: str, fields: Sequence[str]) -> int:
+    """The index of `name` in `fields`; -1 where it is not."""
+    return fields.index(name) if name in fields else -1
 
 
 class Upstream(NamedTuple):

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from foak.kernels.cross_entropy.labels import out_of_range_message
 from foak.kernels.cross_entropy.options import LossOptions
-from foak.kernels.cross_entropy.rows import RowBuffers, Upstream
-from foak.kernels.launch import next_power_of_two, on_device_of
+from foak.kernels.cross_entropy.rows import RowBuffers, Upstream, position_of
+from foak.kernels.launch import next_power_of_two
+from foak.kernels.launcher import Launcher, planned
 
 WIDEST_BLOCK = 8192
 """Columns of one step along a row: at 32 warps 8 a thread, a 16-byte load of bf16. Few programs of many threads keep
@@ -313,6 +314,39 @@ def _gradient_kernel(
     )
 
 
+@planned
+def _forward_plan(vocab_size: int, softcap: bool, smoothing: bool, gradient: bool, fields: tuple[str, ...]) -> Launcher:
+    block, warps = _block(vocab_size)
+    return Launcher(
+        _forward_kernel,
+        num_warps=warps,
+        SOFTCAP=softcap,
+        SMOOTHING=smoothing,
+        GRADIENT=gradient,
+        LOG_PROBS=position_of("log_probs", fields),
+        ENTROPY=position_of("entropy", fields),
+        TOP1=position_of("is_top1", fields),
+        LOG_SUM_SQ=position_of("log_sum_sq_probs", fields),
+        MEAN=position_of("mean_logits", fields),
+        FIELDS=len(fields),
+        BLOCK=block,
+    )
+
+
+@planned
+def _gradient_plan(vocab_size: int, softcap: bool, has_loss: bool, has_log_probs: bool, entropy: int) -> Launcher:
+    block, warps = _block(vocab_size)
+    return Launcher(
+        _gradient_kernel,
+        num_warps=warps,
+        SOFTCAP=softcap,
+        HAS_LOSS=has_loss,
+        HAS_LOG_PROBS=has_log_probs,
+        ENTROPY=entropy,
+        BLOCK=block,
+    )
+
+
 def forward_rows(
     logits: Tensor,
     labels: Tensor,
@@ -330,34 +364,21 @@ def forward_rows(
         return
     valid = torch.ones(1, dtype=torch.int32, device=logits.device)
     target = logits if gradient is None else gradient
-    block, warps = _block(vocab_size)
-    with on_device_of(logits):
-        _forward_kernel[(count,)](
-            logits,
-            labels,
-            out.values,
-            target,
-            valid,
-            logits.stride(0),
-            target.stride(0),
-            out.values.stride(0),
-            vocab_size,
-            options.ignore_index,
-            *_numbers(options),
-            SOFTCAP=options.softcap is not None,
-            SMOOTHING=options.label_smoothing != 0.0,
-            GRADIENT=gradient is not None,
-            LOG_PROBS=out.position("log_probs"),
-            ENTROPY=out.position("entropy"),
-            TOP1=out.position("is_top1"),
-            LOG_SUM_SQ=out.position("log_sum_sq_probs"),
-            MEAN=out.position("mean_logits"),
-            FIELDS=len(out.fields),
-            BLOCK=block,
-            num_warps=warps,
-        )
-        if logits.device.type != "cpu":
-            torch._assert_async(valid, out_of_range_message(vocab_size, options))
+    launch = _forward_plan(
+        vocab_size, options.softcap is not None, options.label_smoothing != 0.0, gradient is not None, out.fields
+    )
+    launch(
+        (count,),
+        (logits, labels, out.values, target, valid),
+        logits.stride(0),
+        target.stride(0),
+        out.values.stride(0),
+        vocab_size,
+        options.ignore_index,
+        *_numbers(options),
+    )
+    if logits.device.type != "cpu":
+        torch._assert_async(valid, out_of_range_message(vocab_size, options))
 
 
 def gradient_rows(
@@ -367,27 +388,21 @@ def gradient_rows(
     count, vocab_size = logits.shape
     if count == 0:
         return
-    block, warps = _block(vocab_size)
-    with on_device_of(logits):
-        _gradient_kernel[(count,)](
-            logits,
-            labels,
-            saved.values,
-            *(saved.values if value is None else value for value in upstream),
-            gradient,
-            logits.stride(0),
-            gradient.stride(0),
-            saved.values.stride(0),
-            vocab_size,
-            options.ignore_index,
-            *_numbers(options),
-            SOFTCAP=options.softcap is not None,
-            HAS_LOSS=upstream.loss is not None,
-            HAS_LOG_PROBS=upstream.log_probs is not None,
-            ENTROPY=-1 if upstream.entropy is None else saved.position("entropy"),
-            BLOCK=block,
-            num_warps=warps,
-        )
+    entropy = -1 if upstream.entropy is None else saved.position("entropy")
+    launch = _gradient_plan(
+        vocab_size, options.softcap is not None, upstream.loss is not None, upstream.log_probs is not None, entropy
+    )
+    values = saved.values
+    launch(
+        (count,),
+        (logits, labels, values, *(values if value is None else value for value in upstream), gradient),
+        logits.stride(0),
+        gradient.stride(0),
+        values.stride(0),
+        vocab_size,
+        options.ignore_index,
+        *_numbers(options),
+    )
 
 
 def _block(vocab_size: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from foak.kernels.autograd import apply
 from foak.kernels.backend import backend_for
 from foak.kernels.geglu.reference import geglu_reference
 
@@ -38,5 +39,5 @@ def geglu(gate: Tensor, up: Tensor, approximate: Literal["none", "tanh"] = "none
         return geglu_reference(gate, up, approximate)
     from foak.kernels.geglu.triton import GeGlu
 
-    result: Tensor = GeGlu.apply(gate, up, approximate == "tanh")  # type: ignore[no-untyped-call]
+    result: Tensor = apply(GeGlu, gate, up, approximate == "tanh")
     return result

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from foak.kernels.autograd import apply
 from foak.kernels.backend import backend_for
 from foak.kernels.layer_norm.reference import layer_norm_reference
 
@@ -37,5 +38,5 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         return layer_norm_reference(x, weight, bias, eps)
     from foak.kernels.layer_norm.triton import LayerNorm
 
-    result: Tensor = LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    result: Tensor = apply(LayerNorm, x, weight, bias, eps)
     return result

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, programs, row_view
+from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, most_programs, row_view
 from foak.kernels._rows.triton import sum_partials
 from foak.kernels.autograd import once_differentiable
-from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
+from foak.kernels.launch import empty_rows, multiprocessor_count, promoted
+from foak.kernels.launcher import Launcher, planned
 
 
 @triton.jit
@@ -129,14 +130,15 @@ def _backward_kernel(
         tl.store(sums_ptr + (SUMS - H), tl.sum(db, axis=0), mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_count"])
 def _wide_forward_kernel(
     x_ptr,  # rows of H, x_stride apart
     weight_ptr,  # [H]
     bias_ptr,  # [H]
-    y_ptr,  # [rows, H]
-    mean_ptr,  # [rows], fp32
-    rstd_ptr,  # [rows], fp32
+    y_ptr,  # [row_count, H]
+    mean_ptr,  # [row_count], fp32
+    rstd_ptr,  # [row_count], fp32
+    row_count,  # that is, programs
     x_stride,
     eps,
     HAS_WEIGHT: tl.constexpr,
@@ -226,6 +228,49 @@ def _wide_backward_kernel(
                 tl.store(sums_ptr + (SUMS - H) + columns, db, mask=mask)
 
 
+@planned
+def _forward_plan(length: int, wide_block: int, has_weight: bool, has_bias: bool) -> tuple[Launcher, int]:
+    """What launches the forward, and how many rows a program takes; `wide_block` is 0 where a tile holds whole rows."""
+    if wide_block:
+        launcher = Launcher(
+            _wide_forward_kernel, num_warps=16, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, H=length, BLOCK_H=wide_block
+        )
+        return launcher, 1
+    tile = forward_tile(length)
+    launcher = Launcher(
+        _forward_kernel,
+        num_warps=tile.warps,
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        H=length,
+        BLOCK_H=tile.columns,
+        ROWS=tile.rows,
+    )
+    return launcher, tile.rows
+
+
+@planned
+def _backward_plan(
+    length: int, wide_block: int, has_weight: bool, needs: tuple[bool, bool, bool], sums: int, multiprocessors: int
+) -> tuple[Launcher, int, int]:
+    """What launches the backward, how many rows a program takes at once, and the most programs that there are."""
+    tile = backward_tile(wide_block or length, warps=32)
+    needs_dx, needs_dw, needs_db = needs
+    launcher = Launcher(
+        _wide_backward_kernel if wide_block else _backward_kernel,
+        num_warps=tile.warps,
+        HAS_WEIGHT=has_weight,
+        NEEDS_DX=needs_dx,
+        NEEDS_DW=needs_dw,
+        NEEDS_DB=needs_db,
+        SUMS=sums,
+        H=length,
+        BLOCK_H=tile.columns,
+        **({} if wide_block else {"ROWS": tile.rows}),
+    )
+    return launcher, tile.rows, most_programs(tile, multiprocessors)
+
+
 class LayerNorm(torch.autograd.Function):
     """Saves `x`, the weight and two fp32 numbers a row."""
 
@@ -234,10 +279,10 @@ class LayerNorm(torch.autograd.Function):
         length = x.shape[-1]
         dtype = x.dtype
         if weight is not None:
-            dtype = torch.promote_types(dtype, weight.dtype)
+            dtype = promoted(dtype, weight.dtype)
             weight = weight.contiguous()
         if bias is not None:
-            dtype = torch.promote_types(dtype, bias.dtype)
+            dtype = promoted(dtype, bias.dtype)
             bias = bias.contiguous()
             ctx.bias_dtype = bias.dtype
         y = empty_rows(x, dtype)
@@ -248,76 +293,48 @@ class LayerNorm(torch.autograd.Function):
         if row_count == 0:
             return y
         rows, stride = row_view(x, length)
-        pointers = (rows, x if weight is None else weight, x if bias is None else bias, y, mean, rstd)
-        given = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-        with on_device_of(x):
-            if length > WIDEST_TILE:
-                _wide_forward_kernel[(row_count,)](
-                    *pointers, stride, eps, **given, H=length, BLOCK_H=WIDE_BLOCK, num_warps=16
-                )
-            else:
-                tile = forward_tile(length)
-                _forward_kernel[(-(-row_count // tile.rows),)](
-                    *pointers,
-                    row_count,
-                    stride,
-                    eps,
-                    **given,
-                    H=length,
-                    BLOCK_H=tile.columns,
-                    ROWS=tile.rows,
-                    num_warps=tile.warps,
-                )
+        wide_block = WIDE_BLOCK if length > WIDEST_TILE else 0
+        launch, tile_rows = _forward_plan(length, wide_block, weight is not None, bias is not None)
+        tensors = (rows, x if weight is None else weight, x if bias is None else bias, y, mean, rstd)
+        launch((-(-row_count // tile_rows),), tensors, row_count, stride, eps)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, mean, rstd = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        needs = needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         length = x.shape[-1]
         row_count = rstd.shape[0]
         dx = empty_rows(x, x.dtype) if needs_dx else None
-        sums = (needs_dw + needs_db) * length
         if row_count == 0:
             dw = torch.zeros_like(weight) if needs_dw else None
             db = torch.zeros(length, dtype=ctx.bias_dtype, device=x.device) if needs_db else None
             return dx, dw, db, None
         x_rows, x_stride = row_view(x, length)
         dy_rows, dy_stride = row_view(dy, length)
-        wide = length > WIDEST_TILE
-        tile = backward_tile(WIDE_BLOCK if wide else length, warps=32)
-        count = programs(row_count, tile, multiprocessor_count(x))
+        wide_block = WIDE_BLOCK if length > WIDEST_TILE else 0
+        sums = (needs_dw + needs_db) * length
+        launch, tile_rows, most = _backward_plan(
+            length, wide_block, weight is not None, needs, sums, multiprocessor_count(x)
+        )
+        count = min(-(-row_count // tile_rows), most)
         partial = rstd
         if sums:
-            partial = (x.new_zeros if wide else x.new_empty)((count, sums), dtype=torch.float32)
-        kernel = _wide_backward_kernel if wide else _backward_kernel
-        rows_of_tile = {} if wide else {"ROWS": tile.rows}
-        with on_device_of(x):
-            kernel[(count,)](
-                dy_rows,
-                x_rows,
-                x if weight is None else weight,
-                mean,
-                rstd,
-                rstd if dx is None else dx,
-                partial,
-                row_count,
-                dy_stride,
-                x_stride,
-                HAS_WEIGHT=weight is not None,
-                NEEDS_DX=needs_dx,
-                NEEDS_DW=needs_dw,
-                NEEDS_DB=needs_db,
-                SUMS=sums,
-                H=length,
-                BLOCK_H=tile.columns,
-                **rows_of_tile,
-                num_warps=tile.warps,
-            )
-            dw, db = _sum_parameters(
-                partial, length, weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
-            )
+            partial = (x.new_zeros if wide_block else x.new_empty)((count, sums), dtype=torch.float32)
+        tensors = (
+            dy_rows,
+            x_rows,
+            x if weight is None else weight,
+            mean,
+            rstd,
+            rstd if dx is None else dx,
+            partial,
+        )
+        launch((count,), tensors, row_count, dy_stride, x_stride)
+        dw, db = _sum_parameters(
+            partial, length, weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
+        )
         return dx, dw, db, None
 
 

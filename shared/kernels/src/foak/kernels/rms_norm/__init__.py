@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from foak.kernels.autograd import apply
 from foak.kernels.backend import backend_for
 from foak.kernels.rms_norm.reference import rms_norm_reference
 
@@ -35,5 +36,5 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset:
         return rms_norm_reference(x, weight, eps, offset)
     from foak.kernels.rms_norm.triton import RmsNorm
 
-    result: Tensor = RmsNorm.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
+    result: Tensor = apply(RmsNorm, x, weight, eps, offset)
     return result

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, programs, row_view
+from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, most_programs, row_view
 from foak.kernels._rows.triton import sum_partials
 from foak.kernels.autograd import once_differentiable
-from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
+from foak.kernels.launch import empty_rows, multiprocessor_count, promoted
+from foak.kernels.launcher import Launcher, planned
 
 
 @triton.jit
@@ -109,12 +110,13 @@ def _backward_kernel(
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * H + columns, tl.sum(dw, axis=0), mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_count"])
 def _wide_forward_kernel(
     x_ptr,  # rows of H, x_stride apart
     weight_ptr,  # [H]
-    y_ptr,  # [rows, H]
-    rstd_ptr,  # [rows], fp32
+    y_ptr,  # [row_count, H]
+    rstd_ptr,  # [row_count], fp32
+    row_count,  # that is, programs
     x_stride,
     eps,
     OFFSET: tl.constexpr,
@@ -184,62 +186,78 @@ def _wide_backward_kernel(
                 tl.store(partial_row + columns, dw, mask=mask)
 
 
+@planned
+def _forward_plan(length: int, wide_block: int, offset: float, has_weight: bool) -> tuple[Launcher, int]:
+    """What launches the forward, and how many rows a program takes; `wide_block` is 0 where a tile holds whole rows."""
+    if wide_block:
+        launcher = Launcher(
+            _wide_forward_kernel, num_warps=16, OFFSET=offset, HAS_WEIGHT=has_weight, H=length, BLOCK_H=wide_block
+        )
+        return launcher, 1
+    tile = forward_tile(length)
+    launcher = Launcher(
+        _forward_kernel,
+        num_warps=tile.warps,
+        OFFSET=offset,
+        HAS_WEIGHT=has_weight,
+        H=length,
+        BLOCK_H=tile.columns,
+        ROWS=tile.rows,
+    )
+    return launcher, tile.rows
+
+
+@planned
+def _backward_plan(
+    length: int,
+    wide_block: int,
+    offset: float,
+    has_weight: bool,
+    needs_dx: bool,
+    needs_dw: bool,
+    multiprocessors: int,
+) -> tuple[Launcher, int, int]:
+    """What launches the backward, how many rows a program takes at once, and the most programs that there are."""
+    tile = backward_tile(wide_block or length, warps=16)
+    launcher = Launcher(
+        _wide_backward_kernel if wide_block else _backward_kernel,
+        num_warps=tile.warps,
+        OFFSET=offset,
+        HAS_WEIGHT=has_weight,
+        NEEDS_DX=needs_dx,
+        NEEDS_DW=needs_dw,
+        H=length,
+        BLOCK_H=tile.columns,
+        **({} if wide_block else {"ROWS": tile.rows}),
+    )
+    return launcher, tile.rows, most_programs(tile, multiprocessors)
+
+
 class RmsNorm(torch.autograd.Function):
     """Saves `x`, the weight and one fp32 number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
         length = x.shape[-1]
-        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        y = empty_rows(x, dtype)
+        scale = None if weight is None else weight.contiguous()
+        y = empty_rows(x, x.dtype if scale is None else promoted(x.dtype, scale.dtype))
         row_count = x.numel() // length if length else 0
         rstd = x.new_empty(row_count, dtype=torch.float32)
-        scale = None if weight is None else weight.contiguous()
         ctx.offset = offset
         ctx.save_for_backward(x, scale, rstd)
         if row_count == 0:
             return y
         rows, stride = row_view(x, length)
-        has_weight = scale is not None
-        with on_device_of(x):
-            if length > WIDEST_TILE:
-                _wide_forward_kernel[(row_count,)](
-                    rows,
-                    scale if has_weight else x,
-                    y,
-                    rstd,
-                    stride,
-                    eps,
-                    OFFSET=offset,
-                    HAS_WEIGHT=has_weight,
-                    H=length,
-                    BLOCK_H=WIDE_BLOCK,
-                    num_warps=16,
-                )
-            else:
-                tile = forward_tile(length)
-                _forward_kernel[(-(-row_count // tile.rows),)](
-                    rows,
-                    scale if has_weight else x,
-                    y,
-                    rstd,
-                    row_count,
-                    stride,
-                    eps,
-                    OFFSET=offset,
-                    HAS_WEIGHT=has_weight,
-                    H=length,
-                    BLOCK_H=tile.columns,
-                    ROWS=tile.rows,
-                    num_warps=tile.warps,
-                )
+        launch, tile_rows = _forward_plan(length, WIDE_BLOCK if length > WIDEST_TILE else 0, offset, scale is not None)
+        tensors = (rows, x if scale is None else scale, y, rstd)
+        launch((-(-row_count // tile_rows),), tensors, row_count, stride, eps)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        needs_dx, needs_dw, _, _ = ctx.needs_input_grad
         length = x.shape[-1]
         row_count = rstd.shape[0]
         dx = empty_rows(x, x.dtype) if needs_dx else None
@@ -247,29 +265,14 @@ class RmsNorm(torch.autograd.Function):
             return dx, torch.zeros_like(weight) if needs_dw else None, None, None
         x_rows, x_stride = row_view(x, length)
         dy_rows, dy_stride = row_view(dy, length)
-        wide = length > WIDEST_TILE
-        tile = backward_tile(WIDE_BLOCK if wide else length, warps=16)
-        count = programs(row_count, tile, multiprocessor_count(x))
+        wide_block = WIDE_BLOCK if length > WIDEST_TILE else 0
+        launch, tile_rows, most = _backward_plan(
+            length, wide_block, ctx.offset, weight is not None, needs_dx, needs_dw, multiprocessor_count(x)
+        )
+        count = min(-(-row_count // tile_rows), most)
         partial = rstd
         if needs_dw:
-            partial = (x.new_zeros if wide else x.new_empty)((count, length), dtype=torch.float32)
-        pointers = (dy_rows, x_rows, x if weight is None else weight, rstd, rstd if dx is None else dx, partial)
-        kernel = _wide_backward_kernel if wide else _backward_kernel
-        rows_of_tile = {} if wide else {"ROWS": tile.rows}
-        with on_device_of(x):
-            kernel[(count,)](
-                *pointers,
-                row_count,
-                dy_stride,
-                x_stride,
-                OFFSET=ctx.offset,
-                HAS_WEIGHT=weight is not None,
-                NEEDS_DX=needs_dx,
-                NEEDS_DW=needs_dw,
-                H=length,
-                BLOCK_H=tile.columns,
-                **rows_of_tile,
-                num_warps=tile.warps,
-            )
-            dw = sum_partials(partial, weight.dtype) if needs_dw else None
-        return dx, dw, None, None
+            partial = (x.new_zeros if wide_block else x.new_empty)((count, length), dtype=torch.float32)
+        tensors = (dy_rows, x_rows, x if weight is None else weight, rstd, rstd if dx is None else dx, partial)
+        launch((count,), tensors, row_count, dy_stride, x_stride)
+        return dx, sum_partials(partial, weight.dtype) if needs_dw else None, None, None

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from foak.kernels.autograd import apply
 from foak.kernels.backend import backend_for
 from foak.kernels.rope.reference import rope_reference
 
@@ -45,7 +46,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         return rope_reference(q, k, cos, sin, unsqueeze_dim)
     from foak.kernels.rope.triton import Rope
 
-    result: tuple[Tensor, Tensor] = Rope.apply(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = apply(Rope, q, k, cos, sin, unsqueeze_dim)
     return result
 
 

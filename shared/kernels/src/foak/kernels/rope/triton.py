@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foak.kernels.autograd import once_differentiable
-from foak.kernels.launch import next_power_of_two, on_device_of
+from foak.kernels.launch import next_power_of_two, promoted
+from foak.kernels.launcher import Launcher, planned
 
 TILE = 2048
 """Elements of a half that a program rotates at once: 16 values a thread on 4 warps."""
@@ -143,6 +144,28 @@ def _rotate_kernel(
         )
 
 
+@planned
+def _plan(transposed: bool, has_q: bool, has_k: bool, q_heads: int, k_heads: int, width: int, rotated: int) -> Launcher:
+    block_half = next_power_of_two(rotated // 2)
+    at_once = max(1, TILE // block_half)
+    block_q, block_k = min(next_power_of_two(q_heads), at_once), min(next_power_of_two(k_heads), at_once)
+    return Launcher(
+        _rotate_kernel,
+        num_warps=min(4, max(1, max(block_q, block_k) * block_half // 512)),
+        TRANSPOSED=transposed,
+        HAS_Q=has_q and q_heads > 0,
+        HAS_K=has_k and k_heads > 0,
+        Q_HEADS=q_heads,
+        K_HEADS=k_heads,
+        BLOCK_Q_HEADS=block_q,
+        BLOCK_K_HEADS=block_k,
+        D=width,
+        ROTATED=rotated,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=next_power_of_two(width - rotated),
+    )
+
+
 def _rotate(
     q: Tensor | None,
     k: Tensor | None,
@@ -161,37 +184,29 @@ def _rotate(
     given = q if q is not None else k
     assert given is not None, "there is nothing to rotate"
     batch, positions, width = given.shape[0], given.shape[positions_dim], given.shape[3]
-    rotated = cos.shape[2]
-    block_half = next_power_of_two(rotated // 2)
-    at_once = max(1, TILE // block_half)
     tensors = [given if x is None else x for x in (q, k, q_out, k_out)]
     strides: list[int] = []
     for x in tensors:
-        strides += (x.stride(0), x.stride(positions_dim), x.stride(heads_dim))
-    q_heads, k_heads = tensors[0].shape[heads_dim], tensors[1].shape[heads_dim]
-    block_q, block_k = min(next_power_of_two(q_heads), at_once), min(next_power_of_two(k_heads), at_once)
-    with on_device_of(given):
-        _rotate_kernel[(batch * positions,)](
-            *tensors,
-            cos,
-            sin,
-            positions,
-            *strides,
-            cos.stride(0) if cos.shape[0] > 1 else 0,
-            cos.stride(1),
-            TRANSPOSED=transposed,
-            HAS_Q=q is not None and q.shape[heads_dim] > 0,
-            HAS_K=k is not None and k.shape[heads_dim] > 0,
-            Q_HEADS=q_heads,
-            K_HEADS=k_heads,
-            BLOCK_Q_HEADS=block_q,
-            BLOCK_K_HEADS=block_k,
-            D=width,
-            ROTATED=rotated,
-            BLOCK_HALF=block_half,
-            BLOCK_REST=next_power_of_two(width - rotated),
-            num_warps=min(4, max(1, max(block_q, block_k) * block_half // 512)),
-        )
+        by_dim = x.stride()
+        strides += (by_dim[0], by_dim[positions_dim], by_dim[heads_dim])
+    launch = _plan(
+        transposed,
+        q is not None,
+        k is not None,
+        tensors[0].shape[heads_dim],
+        tensors[1].shape[heads_dim],
+        width,
+        cos.shape[2],
+    )
+    cos_strides = cos.stride()
+    launch(
+        (batch * positions,),
+        (*tensors, cos, sin),
+        positions,
+        *strides,
+        cos_strides[0] if cos.shape[0] > 1 else 0,
+        cos_strides[1],
+    )
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
@@ -215,10 +230,10 @@ class Rope(torch.autograd.Function):
         ctx.heads_dim = heads_dim
         ctx.dtypes = q.dtype, k.dtype
         ctx.save_for_backward(cos, sin)
-        angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
+        angle_dtype = promoted(cos.dtype, sin.dtype)
         q, k = _with_unit_stride(q), _with_unit_stride(k)
-        q_out = _empty_like(q, torch.promote_types(q.dtype, angle_dtype))
-        k_out = _empty_like(k, torch.promote_types(k.dtype, angle_dtype))
+        q_out = _empty_like(q, promoted(q.dtype, angle_dtype))
+        k_out = _empty_like(k, promoted(k.dtype, angle_dtype))
         if q.shape[0] and q.shape[3 - heads_dim]:
             _rotate(q, k, q_out, k_out, cos, sin, heads_dim, transposed=False)
         return q_out, k_out

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from foak.kernels.autograd import apply
 from foak.kernels.backend import backend_for
 from foak.kernels.swiglu.reference import swiglu_reference
 
@@ -31,5 +32,5 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return swiglu_reference(gate, up)
     from foak.kernels.swiglu.triton import SwiGlu
 
-    result: Tensor = SwiGlu.apply(gate, up)  # type: ignore[no-untyped-call]
+    result: Tensor = apply(SwiGlu, gate, up)
     return result

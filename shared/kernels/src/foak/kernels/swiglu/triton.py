@@ -14,7 +14,8 @@ from torch import Tensor
 
 from foak.kernels._rows import column_blocks, row_view
 from foak.kernels.autograd import once_differentiable
-from foak.kernels.launch import empty_rows, on_device_of
+from foak.kernels.launch import empty_rows, promoted
+from foak.kernels.launcher import Launcher, planned
 
 
 @triton.jit
@@ -68,23 +69,43 @@ def _backward_kernel(
         tl.store(dup_ptr + row * COLUMNS + columns, dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 
+@planned
+def _forward_plan(length: int) -> tuple[Launcher, int]:
+    """What launches the forward, and how many programs a row takes."""
+    blocks, block, warps = column_blocks(length)
+    return Launcher(_forward_kernel, num_warps=warps, COLUMNS=length, BLOCK=block), blocks
+
+
+@planned
+def _backward_plan(length: int, needs_dgate: bool, needs_dup: bool) -> tuple[Launcher, int]:
+    """What launches the backward, and how many programs a row takes."""
+    blocks, block, warps = column_blocks(length)
+    launcher = Launcher(
+        _backward_kernel,
+        num_warps=warps,
+        NEEDS_DGATE=needs_dgate,
+        NEEDS_DUP=needs_dup,
+        COLUMNS=length,
+        BLOCK=block,
+    )
+    return launcher, blocks
+
+
 class SwiGlu(torch.autograd.Function):
     """Saves its two inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        y = empty_rows(gate, torch.promote_types(gate.dtype, up.dtype))
-        if y.numel() == 0:
+        y = empty_rows(gate, promoted(gate.dtype, up.dtype))
+        size = y.numel()
+        if size == 0:
             return y
         length = gate.shape[-1]
         gate_rows, gate_stride = row_view(gate, length)
         up_rows, up_stride = row_view(up, length)
-        programs, block, warps = column_blocks(y.numel() // length, length)
-        with on_device_of(gate):
-            _forward_kernel[(programs,)](
-                gate_rows, up_rows, y, gate_stride, up_stride, COLUMNS=length, BLOCK=block, num_warps=warps
-            )
+        launch, blocks = _forward_plan(length)
+        launch((size // length * blocks,), (gate_rows, up_rows, y), gate_stride, up_stride)
         return y
 
     @staticmethod
@@ -94,27 +115,14 @@ class SwiGlu(torch.autograd.Function):
         needs_dgate, needs_dup = ctx.needs_input_grad
         dgate = empty_rows(gate, gate.dtype) if needs_dgate else None
         dup = empty_rows(up, up.dtype) if needs_dup else None
-        if dy.numel() == 0:
+        size = dy.numel()
+        if size == 0:
             return dgate, dup
         length = gate.shape[-1]
         dy_rows, dy_stride = row_view(dy, length)
         gate_rows, gate_stride = row_view(gate, length)
         up_rows, up_stride = row_view(up, length)
-        programs, block, warps = column_blocks(dy.numel() // length, length)
-        with on_device_of(gate):
-            _backward_kernel[(programs,)](
-                dy_rows,
-                gate_rows,
-                up_rows,
-                gate if dgate is None else dgate,
-                up if dup is None else dup,
-                dy_stride,
-                gate_stride,
-                up_stride,
-                NEEDS_DGATE=needs_dgate,
-                NEEDS_DUP=needs_dup,
-                COLUMNS=length,
-                BLOCK=block,
-                num_warps=warps,
-            )
+        launch, blocks = _backward_plan(length, needs_dgate, needs_dup)
+        tensors = (dy_rows, gate_rows, up_rows, gate if dgate is None else dgate, up if dup is None else dup)
+        launch((size // length * blocks,), tensors, dy_stride, gate_stride, up_stride)
         return dgate, dup
