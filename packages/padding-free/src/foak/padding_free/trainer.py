@@ -42,7 +42,8 @@ def check_trainer(trainer: Any, key: str, multipack_key: str | None) -> None:
             f"{key}: accelerate would cut the batches of a streamed data set apart to deal them to "
             f"{args.world_size} processes; set accelerator_config={{'dispatch_batches': False}}"
         )
-    if getattr(args, "parallelism_config", None) is not None and trainer.get_sp_size() * trainer.get_cp_size() > 1:
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if max(getattr(parallelism, name, None) or 1 for name in ("sp_size", "cp_size")) > 1:
         raise UnsupportedError(f"{key}: sequences that are split over devices cannot be laid end to end")
     if multipack_key is None:
         return
