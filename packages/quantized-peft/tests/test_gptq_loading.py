@@ -103,6 +103,31 @@ def test_a_device_map_is_followed(write_gptq: Writer) -> None:
     assert_equal_logits(model, written.dense)
 
 
+def test_on_the_meta_device_it_has_shapes(write_gptq: Writer) -> None:
+    model = load(write_gptq(act_order=True).path, dtype=torch.bfloat16, device_map={"": "meta"})
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model(INPUT_IDS.to("meta")).logits.shape == (2, 20, 96)
+
+
+@pytest.mark.parametrize("stored_as", ["safetensors", "bin"])
+def test_a_name_on_the_hub_is_looked_up_without_older_files_where_there_are_newer(
+    stored_as: str, write_gptq: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_gptq(stored_as=stored_as)
+    calls: list[tuple[str, list[str], str]] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str], revision: str) -> str:
+        calls.append((name, allow_patterns, revision))
+        return str(written.path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    model = load("someone/model-gptq", dtype=torch.float32, revision="main")
+    assert [("*.bin" in patterns) for _, patterns, _ in calls] == [False] + [True] * (stored_as == "bin")
+    assert {(name, revision) for name, _, revision in calls} == {("someone/model-gptq", "main")}
+    assert model.name_or_path == "someone/model-gptq"
+    assert_equal_logits(model, written.dense)
+
+
 @pytest.mark.gpu
 def test_a_device_map_to_a_gpu_is_followed(write_gptq: Writer) -> None:
     written = write_gptq()

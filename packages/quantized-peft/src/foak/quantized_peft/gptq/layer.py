@@ -143,8 +143,9 @@ class GptqLinear(nn.Linear):
         return result
 
     def groups_changed(self) -> None:
-        """Looks at `g_idx` anew: to be called after it was written to."""
+        """Looks at `g_idx` anew: to be called after it was written to. The host waits for the device here."""
         self._in_order = None
+        self._groups()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bits={self.bits}, group_size={self.group_size}"
@@ -159,10 +160,7 @@ class GptqLinear(nn.Linear):
         self.groups_changed()
 
     def _groups(self) -> Tensor | None:
-        """`g_idx` where it says more than the group size does.
-
-        Whether it does is found once: for the answer the host waits for the device.
-        """
+        """`g_idx` where it says more than the group size does, which is found once."""
         if self.g_idx is None:
             return None
         if self._in_order is None and self.g_idx.device.type != "meta":

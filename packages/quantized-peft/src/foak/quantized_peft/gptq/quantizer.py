@@ -79,6 +79,8 @@ class GptqQuantizer(HfQuantizer):
                 continue
             for parameter in layer.parameters():
                 parameter.requires_grad_(False)
+            if layer.qweight.is_meta:  # loaded for its shapes, or kept on disk by accelerate
+                continue
             if settings.by_gptqmodel and settings.zero_offset == 1 and layer.bits != 3:
                 self._changed |= _return_what_was_borrowed(layer)
             _check_values(name, layer)
