@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from foak.core.cli import app as cli
@@ -307,6 +308,8 @@ def test_doctor_shows_versions_devices_and_plugins(run: Run, demo_plugin: Path) 
     assert {"weights in", "mixed precision", "kernels"} <= set(devices)
     assert found["plugins"]["demo"] == [["demo", "works here"]]
     assert ["bfloat16", "bf16", "works", "works", "works"] in found["precision"]
+    served = "fp16" if torch.accelerator.is_available() else "fp16 (needs a GPU)"
+    assert ["float32", served, "works", "works", "works"] in found["precision"]
     assert code == 0
     code, out, _ = run("doctor")
     assert code == 0

@@ -56,7 +56,7 @@ def diagnosis() -> dict[str, Any]:
     return {
         "versions": _versions(),
         "devices": [*_devices(), ["kernels", _kernels(plugins)]],
-        "precision": [list(row) for row in precision.rows()],
+        "precision": _precision(),
         "plugins": plugins,
     }
 
@@ -101,6 +101,13 @@ def _version_row(name: str, found: str | None, declared: list[tuple[str, Any]]) 
     else:
         state = "out of range"
     return {"name": name, "found": found, "required": ", ".join(ranges) or None, "state": state}
+
+
+def _precision() -> list[list[str]]:
+    import torch
+
+    served = "fp16" if torch.accelerator.is_available() else "fp16 (needs a GPU)"
+    return [[weights, served if mixed == "fp16" else mixed, *cells] for weights, mixed, *cells in precision.rows()]
 
 
 def _devices() -> list[list[str]]:
