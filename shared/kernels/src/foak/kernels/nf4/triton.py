@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foak.kernels.launch import on_device_of
+from foak.kernels.launcher import Launcher, planned
 
 if TYPE_CHECKING:
     from foak.kernels.nf4 import NestedScales
@@ -124,6 +124,37 @@ def _decode_kernel(
         tl.store(out_ptr + offsets, values, mask=elements < numel)
 
 
+@planned
+def _plan(
+    columns: int,
+    out_stride: int,
+    blocksize: int,
+    nested_blocksize: int,
+    nibbles: int,
+    wide: bool,
+    lookup: str,
+    words: int,
+    warps: int,
+) -> Launcher:
+    """What launches the decoding. `out_stride` is 0 for a flat result, `nested_blocksize` 0 for plain scales."""
+    return Launcher(
+        _decode_kernel,
+        num_warps=warps,
+        # Of a flat tensor only this much of the row's length matters: one kernel for all lengths.
+        COLUMNS=columns if out_stride else gcd(columns, nibbles),
+        # A constant, so that a stride that is a multiple of 8 and not of 16 is stored in 16 bytes too.
+        OUT_STRIDE=out_stride,
+        BLOCKSIZE=blocksize,
+        NESTED=nested_blocksize > 0,
+        NESTED_BLOCKSIZE=max(nested_blocksize, 1),
+        NIBBLES=nibbles,
+        FLAT=out_stride == 0,
+        WIDE=wide,
+        LOOKUP=lookup,
+        WORDS=words,
+    )
+
+
 def decode(
     packed: Tensor,
     absmax: Tensor,
@@ -141,33 +172,13 @@ def decode(
     size = packed.element_size()
     nibbles = 8 if packed.numel() * size % 4 == 0 and packed.storage_offset() * size % 4 == 0 else 2
     if nested is None:
-        second, group = (scales, scales, scales), 1
+        tensors, group = (packed, scales, _dense(code), scales, scales, scales, out), 0
     else:
-        second, group = (_dense(nested.absmax), _dense(nested.code), nested.offset), nested.blocksize
-    flat = out.is_contiguous()
-    columns = out.shape[-1]
-    with on_device_of(packed):
-        _decode_kernel[(-(-numel // (nibbles * WORDS)),)](
-            packed,
-            scales,
-            _dense(code),
-            *second,
-            out,
-            numel,
-            # Of a flat tensor only this much of the row's length matters: one kernel for all lengths.
-            COLUMNS=gcd(columns, nibbles) if flat else columns,
-            # A constant, so that a stride that is a multiple of 8 and not of 16 is stored in 16 bytes too.
-            OUT_STRIDE=0 if flat else out.stride(0),
-            BLOCKSIZE=blocksize,
-            NESTED=nested is not None,
-            NESTED_BLOCKSIZE=group,
-            NIBBLES=nibbles,
-            FLAT=flat,
-            WIDE=numel > 2**30,
-            LOOKUP=LOOKUP,
-            WORDS=WORDS,
-            num_warps=WARPS,
-        )
+        second = (_dense(nested.absmax), _dense(nested.code), nested.offset)
+        tensors, group = (packed, scales, _dense(code), *second, out), nested.blocksize
+    stride = 0 if out.is_contiguous() else out.stride(0)
+    launch = _plan(out.shape[-1], stride, blocksize, group, nibbles, numel > 2**30, LOOKUP, WORDS, WARPS)
+    launch((-(-numel // (nibbles * WORDS)),), tensors, numel)
 
 
 def _dense(tensor: Tensor) -> Tensor:
