@@ -164,4 +164,5 @@ def process(rank: int, folder: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(process, args=(sys.argv[1], int(sys.argv[2])), nprocs=WORLD_SIZE, join=True)
+    # forked, for the imports of a spawned process take longer than its runs; nothing has started threads yet
+    mp.start_processes(process, args=(sys.argv[1], int(sys.argv[2])), nprocs=WORLD_SIZE, start_method="fork")

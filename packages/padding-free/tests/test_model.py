@@ -259,7 +259,6 @@ def test_lora_trains_the_same() -> None:
 
 def test_compiled_models_give_the_same() -> None:
     plain, fast = pair(num_hidden_layers=1)
-    expected = packs.step(plain, packs.padded(EXAMPLES))
     compiled = torch.compile(fast, backend="eager")
     for lengths in ((4, 9, 2), packs.LENGTHS):
         examples = packs.sequences(lengths)
