@@ -12,13 +12,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 FOLDER = Path(os.environ.get("FOAK_GPTQ_CHECKPOINTS", Path(__file__).parent / "fixtures"))
-WHOLE_RUNS = ("autogptq-4bit-g32-asym-act", "gptqmodel-3bit-g32")
+# Where a test is a whole run of the main job, or of two processes.
+FEW = {
+    "train": ("autogptq-4bit-g32-asym-act", "gptqmodel-3bit-g32"),
+    "distributed": ("gptqmodel-4bit-g32-act",),
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "quantized" in metafunc.fixturenames:
         folders = sorted(path for path in FOLDER.iterdir() if path.is_dir())
         assert len(folders) == 13, f"{FOLDER} has {len(folders)} checkpoints; the two quantizers write 13"
-        if metafunc.module.__name__.endswith("train"):  # a whole run of the main job each
-            folders = [folder for folder in folders if folder.name in WHOLE_RUNS]
+        few = next((names for suffix, names in FEW.items() if metafunc.module.__name__.endswith(suffix)), None)
+        folders = [folder for folder in folders if few is None or folder.name in few]
         metafunc.parametrize("quantized", folders, ids=[folder.name for folder in folders])
