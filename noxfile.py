@@ -214,7 +214,7 @@ def gptq_interop(session: nox.Session) -> None:
     Before a release. `-- --write` puts them in the place of those that the session `tests` loads.
     """
     here = ROOT / "integration-tests" / "gptq_interop"
-    checkpoints = Path(session.create_tmp()) / "checkpoints"
+    checkpoints = Path(session.create_tmp()).resolve() / "checkpoints"
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "2"}
     environment["FOAK_GPTQ_CHECKPOINTS"] = str(checkpoints)
     for name, quantizer in QUANTIZERS.items():
