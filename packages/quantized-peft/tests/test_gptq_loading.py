@@ -67,6 +67,7 @@ def test_every_form_of_file(stored_as: str, tied: bool, write_gptq: Writer) -> N
     model = load(written.path, dtype=torch.float32)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     assert all(layer.bias is None for layer in layers_of(model).values())
+    assert not hasattr(model.config, "transformers_weights")
     assert_equal_logits(model, written.dense)
 
 

@@ -88,6 +88,7 @@ def load_model(section: Section, name_or_path: str, **kwargs: Any) -> PreTrained
         model = _load_external(section, checkpoint, config, kwargs)
     else:
         model = _load_own(checkpoint, config, kwargs)
+    model.config.__dict__.pop("transformers_weights", None)
     # An adapter that is saved names the model that it belongs to.
     model.config._name_or_path = model.name_or_path = name_or_path
     return model
