@@ -89,3 +89,10 @@ def test_moving_to_where_it_is_keeps_it() -> None:
     assert packed.to("cpu") is packed
     on_meta = packed.to(torch.device("meta"), non_blocking=True)
     assert (on_meta.device.type, on_meta.lengths, on_meta.split(4).device.type) == ("meta", (3, 10), "meta")
+
+
+def test_it_is_made_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        packed = PackedSequences((3, 10))
+    assert packed.device.type == packed.cu_seqlens.device.type == packed.sequence_ids.device.type == "cpu"
+    assert packed.position_ids().device.type == "cpu"

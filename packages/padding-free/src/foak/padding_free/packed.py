@@ -49,12 +49,13 @@ class PackedSequences:
         self.lengths = tuple(int(length) for length in lengths)
         self.total = sum(self.lengths)
         self.max_length = max(self.lengths)
-        sizes = torch.tensor(self.lengths)
-        self.cu_seqlens = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
-        self.sequence_ids = torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), sizes)[None]
         self.buckets: tuple[Bucket, ...] = choose_buckets(self.lengths, call_cost)
-        self.gather, self.restore = self._rows()
-        self.is_dense = self.gather.numel() == self.total and bool((self.gather == torch.arange(self.total)).all())
+        with torch.device("cpu"):  # on the host, whatever the default device is
+            sizes = torch.tensor(self.lengths)
+            self.cu_seqlens = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+            self.sequence_ids = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[None]
+            self.gather, self.restore = self._rows()
+            self.is_dense = self.gather.numel() == self.total and bool((self.gather == torch.arange(self.total)).all())
         self.call_cost = call_cost
         self._masks: dict[Any, torch.Tensor] = {}
         self._pieces: dict[int, Self] = {}
