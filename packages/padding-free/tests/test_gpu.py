@@ -1,0 +1,85 @@
+"""Whole models on a GPU: which form of attention runs, equal steps, sequences apart bit for bit, no waiting."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import packs
+import pytest
+import torch
+
+from foak.padding_free import varlen
+from foak.padding_free.packed import PACKED
+
+pytestmark = pytest.mark.gpu
+EXAMPLES = packs.sequences((50, 200, 1, 90, 230, 2))
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 256}
+
+
+def on_gpu(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to("cuda") for name, value in batch.items()}
+
+
+def models(dtype: torch.dtype, attention: str) -> tuple[Any, Any, Any]:
+    plain = packs.build(**SIZES).cuda().to(dtype)
+    fast = copy.deepcopy(plain)
+    return plain, fast, packs.framework(attention=attention).apply(fast)
+
+
+@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa"])
+def test_bf16_is_no_further_from_float32_than_padded(attention: str) -> None:
+    plain, fast, report = models(torch.bfloat16, attention)
+    (record,) = report.patched
+    assert record.kernel == ("sdpa over buckets of sequences" if attention == "sdpa" else "varlen_attn"), record.reason
+    exact = packs.step(copy.deepcopy(plain).float(), on_gpu(packs.padded(EXAMPLES)))
+    steps = [packs.step(plain, on_gpu(packs.padded(EXAMPLES))), packs.step(fast, on_gpu(packs.packed(EXAMPLES)))]
+    distances = []
+    for step in steps:
+        pairs = [(step.gradients[name], gradient) for name, gradient in exact.gradients.items()]
+        apart = sum(float((a.float() - b).norm() ** 2) for a, b in pairs if a is not None and b is not None)
+        distances.append((apart / sum(float(b.norm() ** 2) for _, b in pairs if b is not None)) ** 0.5)
+    assert distances[1] <= 1.5 * distances[0]  # the same roundings in another order, by another kernel
+
+
+def test_float32_goes_over_buckets_and_equals_padded() -> None:
+    plain, fast, _ = models(torch.float32, "auto")
+    expected = packs.step(plain, on_gpu(packs.padded(EXAMPLES)))
+    packs.assert_equal_steps(packs.step(fast, on_gpu(packs.packed(EXAMPLES))), expected, 10 * packs.FP32)
+
+
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_no_sequence_sees_another_bit_for_bit(attention: str) -> None:
+    _, fast, _ = models(torch.bfloat16, attention)
+    batch = on_gpu(packs.packed(EXAMPLES))
+    lengths = batch[PACKED].lengths
+    with torch.no_grad():
+        before = fast(**batch).logits.split(lengths, dim=1)
+        own = batch[PACKED].sequence_ids == 1
+        changed = torch.where(own, (batch["input_ids"] + 7) % packs.VOCAB_SIZE, batch["input_ids"])
+        after = fast(**{**batch, "input_ids": changed}).logits.split(lengths, dim=1)
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [n != 1 for n in range(len(lengths))]
+
+
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_a_step_does_not_wait_for_the_device(attention: str) -> None:
+    _, fast, _ = models(torch.bfloat16, attention)
+    batch = on_gpu(packs.packed(EXAMPLES))
+    packs.step(fast, batch)
+    items = torch.tensor(500, device="cuda")
+    fast.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fast(**batch, num_items_in_batch=items).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_this_pytorch_has_windows_or_says_that_it_has_none() -> None:
+    assert varlen.is_available()
+    plain = packs.build("Mistral", **SIZES, sliding_window=40).cuda().bfloat16()
+    fast = copy.deepcopy(plain)
+    packs.framework().apply(fast)
+    mine = packs.step(fast, on_gpu(packs.packed(EXAMPLES)))
+    theirs = packs.step(plain, on_gpu(packs.padded(EXAMPLES)))
+    torch.testing.assert_close(mine.loss, theirs.loss, rtol=2e-2, atol=0.0)
