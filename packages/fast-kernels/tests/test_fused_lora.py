@@ -191,6 +191,28 @@ def test_hooks_and_replaced_parts_are_called() -> None:
     assert len(seen) == 3
 
 
+def test_global_backward_hooks_see_every_module() -> None:
+    models = pair_of(adapted(), fused_lora=True, fast_activation=True)
+    seen: list[list[str]] = []
+    for model in models.both:
+        seen.append([])
+        handle = nn.modules.module.register_module_full_backward_hook(
+            lambda module, *_: seen[-1].append(type(module).__name__)
+        )
+        step(model, BY_NAME["Llama"].batch())
+        handle.remove()
+    assert sorted(seen[0]) == sorted(seen[1])
+
+
+def test_shapes_alone_and_forward_mode_go_to_the_own_forward() -> None:
+    models = pair_of(adapted(), fused_lora=True, fast_activation=True)
+    layer: Any = models.fast.base_model.model.model.layers[0].self_attn.q_proj
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.randn(2, 64), torch.randn(2, 64))
+        assert torch.autograd.forward_ad.unpack_dual(layer(x)).tangent is not None
+    assert copy.deepcopy(layer).to("meta")(torch.empty(2, 64, device="meta")).is_meta
+
+
 def test_nothing_is_kept_alive_between_steps() -> None:
     models = pair_of(adapted(), fused_lora=True)
     inputs: list[weakref.ref[torch.Tensor]] = []
@@ -200,6 +222,84 @@ def test_nothing_is_kept_alive_between_steps() -> None:
     handle.remove()
     assert inputs
     assert all(reference() is None for reference in inputs)
+
+
+def test_inference_mode() -> None:
+    models = pair_of(adapted(), fused_lora=True)
+    ids = BY_NAME["Llama"].batch()["input_ids"]
+    with torch.inference_mode():
+        expected, actual = (m(input_ids=ids).logits for m in models.both)
+    assert distance(actual, expected) <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("change", ["lora_bias", "alpha dropout"])
+def test_what_is_added_later_is_looked_at_in_every_call(change: str) -> None:
+    models = pair_of(adapted(), fused_lora=True)
+    for model in models.both:
+        torch.manual_seed(3)
+        if change == "lora_bias":
+            model.add_adapter("other", LoraConfig(r=2, lora_bias=True, target_modules=["q_proj"]))
+            model.set_adapter("other")
+            nn.init.normal_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["other"].bias)
+        else:
+            model.base_model.model.model.layers[0].self_attn.q_proj.lora_dropout["default"] = nn.AlphaDropout(0.5)
+    losses = []
+    for model in models.both:
+        torch.manual_seed(4)
+        losses.append(step(model, BY_NAME["Llama"].batch()))
+    assert distance(losses[1], losses[0]) <= FP32_TOLERANCE
+    assert_same_gradients(*models.both)
+
+
+@pytest.mark.parametrize("change", ["adapter", "disabled", "values", "mode"])
+def test_a_promise_is_not_taken_when_the_layer_has_changed(change: str) -> None:
+    model = adapted(lora_dropout=0.5 if change == "mode" else 0.0)
+    model.add_adapter("other", LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **ALL))
+    models = pair_of(model.train(change == "mode"), fused_lora=True)
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
+    found = []
+    for model in models.both:
+        attention = model.base_model.model.model.layers[0].self_attn
+        attention.q_proj(x)
+        if change == "adapter":
+            model.set_adapter("other")
+        elif change == "disabled":
+            model.base_model.disable_adapter_layers()
+        elif change == "values":
+            with torch.no_grad():
+                attention.k_proj.lora_B["default"].weight.mul_(3)
+        else:
+            model.eval()
+        found.append(attention.k_proj(x))
+    assert distance(found[1], found[0]) <= FP32_TOLERANCE
+
+
+def test_a_frozen_weight_that_changes_before_the_backward_is_an_error() -> None:
+    models = pair_of(adapted(), fused_lora=True)
+    for model in models.both:
+        loss = model(**BY_NAME["Llama"].batch()).loss
+        with torch.no_grad():
+            model.base_model.model.model.layers[0].mlp.gate_proj.base_layer.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_merged_and_disabled_model_is_left_as_it_is() -> None:
+    model = adapted().eval()
+    ids = BY_NAME["Llama"].batch()["input_ids"]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        model.merge_adapter()
+        with model.disable_adapter():
+            pair_of(model, fused_lora=True)
+            framework = AccelerationFramework(
+                {"plugins": {"training": {"fused_ops_and_kernels": {"fused_lora": True}}}}
+            )
+            framework.apply(model)
+        assert all(layer.merged for layer in lora_layers(model).values())
+        assert distance(model(input_ids=ids).logits, expected) <= FP32_TOLERANCE
+        model.unmerge_adapter()
+        assert distance(model(input_ids=ids).logits, expected) <= FP32_TOLERANCE
 
 
 def test_copies_train_by_themselves_and_restore_leaves_no_trace() -> None:

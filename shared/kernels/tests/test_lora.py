@@ -138,6 +138,38 @@ def test_layers_on_one_input(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layouts_of_factors_and_bias(layout: str, backend: str, device: torch.device) -> None:
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0)
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2).detach() for s in [(4, 64), (32, 4)])
+    bias = leaf(32, dtype=torch.bfloat16, device=device, seed=3).detach()
+
+    def run(layout: str) -> tuple[Tensor, ...]:
+        factors = [laid_out(t, layout).requires_grad_() for t in (a, b)]
+        other = bias if layout in ("contiguous", "transposed") else laid_out(bias, layout)
+        result = evaluate(lambda x, a, b: lora_linear(x, weight, a, b, 2.0, other), [x, *factors], random_upstream())
+        return (*result.outputs, *(g for g in result.gradients if g is not None))
+
+    for got, want in zip(run(layout), run("contiguous"), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_range_of_fp16_is_not_that_of_the_products_between(backend: str, device: torch.device) -> None:
+    """A large `x @ a.T` beside a small b is finite, and so small a gradient of the output is not lost."""
+    x = torch.full((2, 64), 100.0, dtype=torch.float16, device=device, requires_grad=True)
+    weight = torch.zeros(32, 64, dtype=torch.float16, device=device)
+    a = torch.ones(4, 64, device=device, requires_grad=True)
+    b = torch.full((32, 4), 1e-4, device=device, requires_grad=True)
+    y = lora_linear(x, weight, a, b, 16.0)
+    assert_close_to_fp64(y, torch.full_like(y, 16 * 4 * 6400 * 1e-4, dtype=torch.float64), roundings=2)
+    upstream = torch.full_like(y, 1e-4)
+    da, db = torch.autograd.grad(y, (a, b), upstream)
+    dy = upstream.double()
+    assert_close_to_fp64(da, 16 * (dy @ b.double()).t() @ x.double(), reduction_length=64)
+    assert_close_to_fp64(db, 16 * dy.t() @ (x.double() @ a.double().t()), reduction_length=64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layouts(layout: str, backend: str, device: torch.device, seed: int, poisoned: None) -> None:
     check(torch.bfloat16, torch.float32, device, drops=(0.5,), layout=layout)
 
@@ -152,7 +184,7 @@ def test_sizes(
     check(torch.bfloat16, torch.float32, device, shape=shape, sizes=(size,), ranks=(rank,), drops=(0.1,), has_bias=True)
 
 
-@pytest.mark.parametrize(("parts", "has_bias"), itertools.product([1, 3], [True, False]))
+@pytest.mark.parametrize(("parts", "has_bias"), itertools.product([0, 1, 3], [True, False]))
 def test_concatenated_operands_give_the_same(parts: int, has_bias: bool, device: torch.device) -> None:
     x, weight = (
         leaf(*s, dtype=torch.bfloat16, device=device, seed=i).detach() for i, s in enumerate([(9, 72), (40, 72)])

@@ -7,10 +7,11 @@ a state that the fused product does not cover the layer's own forward runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from foak.core.patching.binding import binding_of
 from foak.fast_kernels.lora.shared_input import ATTRIBUTE
@@ -24,35 +25,33 @@ RULE = "fused_lora"
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class Precision:
-    """In which dtype a layer multiplies and what it gives, for an input of one dtype in the present autocast state."""
+class Precision(NamedTuple):
+    """In which dtype a layer multiplies and what it gives, for an input of one dtype in the present autocast state.
 
-    __slots__ = ("dtype", "output", "rounds_factors")
+    Attributes:
+        dtype: of the products.
+        rounds_factors: whether autocast would cast the adapter's weights to it.
+        output: the dtype that the layer gives.
+    """
 
-    def __init__(self, dtype: torch.dtype, rounds_factors: bool, output: torch.dtype) -> None:
-        """`rounds_factors`: whether autocast would cast the adapter's weights to `dtype`."""
-        self.dtype, self.rounds_factors, self.output = dtype, rounds_factors, output
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Precision) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
-
-    __hash__ = None  # type: ignore[assignment]
+    dtype: torch.dtype
+    rounds_factors: bool
+    output: torch.dtype
 
 
 def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward; `x` is `[..., K]`. What it cannot fuse goes to the class's own forward."""
-    if args or kwargs or torch.compiler.is_compiling() or in_function_transform():
+    if args or kwargs or _is_traced(x):
         return _own_forward(self, x, *args, **kwargs)
-    group = self.__dict__.get(ATTRIBUTE)
-    if group is not None:
-        kept = group.take(self, x)
-        if kept is not None:
-            promise, output = kept
-            return _fulfil(promise, output)
     found = member_of(self, x)
     if found is None:
         return _own_forward(self, x)
     member, precision = found
+    group = self.__dict__.get(ATTRIBUTE)
+    if group is not None:
+        promise = group.take(self, x, _state_of(member, precision))
+        if promise is not None:
+            return _fulfil(promise, precision)
     layers, members = [self], [member]
     if group is not None:
         for sibling in group.others(self):
@@ -62,10 +61,9 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 members.append(other[0])
     promises = promise_lora_linears(x, members, dtype=precision.dtype, rounds_factors=precision.rounds_factors)
     if group is not None:
-        group.keep(
-            x, [(layer, (promise, precision.output)) for layer, promise in zip(layers[1:], promises[1:], strict=True)]
-        )
-    return _fulfil(promises[0], precision.output)
+        states = [_state_of(m, precision) for m in members]
+        group.keep(x, list(zip(layers, states, promises, strict=True))[1:])
+    return _fulfil(promises[0], precision)
 
 
 def gated_forward(layer: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor | None:
@@ -78,7 +76,7 @@ def gated_forward(layer: Any, gate: Tensor, up: Tensor, activation: str) -> Tens
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
     """
     binding = binding_of(layer)
-    if binding is None or binding.rules != (RULE,) or torch.compiler.is_compiling() or in_function_transform():
+    if binding is None or binding.rules != (RULE,) or _is_traced(gate):
         return None
     if _is_listened_to(layer) or gate.dtype is not up.dtype or type(up) not in _PLAIN:
         return None
@@ -90,14 +88,29 @@ def gated_forward(layer: Any, gate: Tensor, up: Tensor, activation: str) -> Tens
     return y if y.dtype is precision.output else y.to(precision.output)
 
 
+def _is_traced(x: Tensor) -> bool:
+    """Whether a compiler, a transform or forward-mode differentiation looks through the forward, or shapes alone count."""
+    return torch.compiler.is_compiling() or in_function_transform() or x.is_meta or forward_ad._current_level >= 0
+
+
 def _own_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     result: Tensor = type(layer).forward(layer, x, *args, **kwargs)
     return result
 
 
-def _fulfil(promise: PromisedLinear, output: torch.dtype) -> Tensor:
+def _fulfil(promise: PromisedLinear, precision: Precision) -> Tensor:
     y = promise.fulfil()
-    return y if y.dtype is output else y.to(output)
+    return y if y.dtype is precision.output else y.to(precision.output)
+
+
+def _state_of(member: LoraMember, precision: Precision) -> tuple[Any, ...]:
+    """What must still be so when a promise is taken: the adapter, its values, and how it is used."""
+    a, b = member.a, member.b
+    return id(a), _version_of(a), id(b), _version_of(b), member.scaling, member.dropout_p, precision
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def member_of(layer: Any, x: Tensor) -> tuple[LoraMember, Precision] | None:
@@ -108,7 +121,7 @@ def member_of(layer: Any, x: Tensor) -> tuple[LoraMember, Precision] | None:
     base = layer.base_layer
     a, b = layer.lora_A[name], layer.lora_B[name]
     dropout = layer.lora_dropout[name]
-    if any(map(_is_observed, (base, a, b, dropout))):
+    if any(map(_is_observed, (base, a, b, dropout))) or adapter_refusal(layer, name) is not None:
         return None
     how = dense_weight_of(base)
     if how is None or type(a.weight) not in _PLAIN or type(b.weight) not in _PLAIN:
@@ -121,13 +134,16 @@ def member_of(layer: Any, x: Tensor) -> tuple[LoraMember, Precision] | None:
     precision = _precision(layer, base, how, x, a.weight.dtype, b.weight.dtype)
     if precision is None:
         return None
+    drops = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
+    if drops and x.is_cuda and precision.dtype.itemsize > 2:
+        return None  # the kernels draw masks beside 16-bit products only, and PyTorch draws them faster than their twin
     member = LoraMember(
         weight=_reader(how, base),
         out_features=layer.out_features,
         a=a.weight,
         b=b.weight,
         scaling=layer.scaling[name],
-        dropout_p=dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0,
+        dropout_p=drops,
         bias=bias,
     )
     return member, precision
@@ -139,6 +155,18 @@ def active_adapter(layer: Any) -> str | None:
     if len(active) != 1 or active[0] in layer.lora_variant:
         return None
     return str(active[0])
+
+
+def adapter_refusal(layer: Any, name: str) -> str | None:
+    """Why an adapter of a layer is no plain LoRA with plain dropout, or None."""
+    a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    if any(type(factor) is not nn.Linear for factor in (a, b)):
+        return "the adapter's matrices are no plain linear layers"
+    if a.bias is not None or b.bias is not None:
+        return "the adapter has a bias (lora_bias)"
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return f"the adapter's dropout is a {type(dropout).__name__}"
+    return None
 
 
 def _precision(
@@ -163,8 +191,15 @@ def _precision(
     return Precision(dtype, False, x.dtype)
 
 
-def _reader(how: DenseWeight, base: nn.Module) -> Callable[[torch.dtype], Tensor]:
+def _reader(how: DenseWeight, base: Any) -> Callable[[torch.dtype], Tensor]:
+    version = _version_of(base.weight)
+
     def read(dtype: torch.dtype) -> Tensor:
+        if _version_of(base.weight) != version:
+            raise RuntimeError(
+                "the frozen weight of a LoRA layer was modified by an inplace operation between the forward and the "
+                "backward, which needs the weight that the forward used"
+            )
         return how.decode(base, dtype, None)
 
     return read
@@ -179,6 +214,8 @@ def _is_listened_to(module: Any) -> bool:
         or module._backward_pre_hooks
         or everywhere._global_forward_hooks
         or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
     )
 
 

@@ -12,7 +12,7 @@ import ast
 import inspect
 import textwrap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ class SharedInput:
         """Refers to the layers weakly: they refer to the group, and may be copied one without another."""
         self._layers = tuple(weakref.ref(layer) for layer in layers)
         self._input: Tensor | None = None
-        self._state: tuple[Any, ...] = ()
-        self._promises: dict[int, Any] = {}
+        self._circumstances: tuple[Any, ...] = ()
+        self._promises: dict[int, tuple[Hashable, Any]] = {}
 
     def others(self, layer: nn.Module) -> Iterator[nn.Module]:
         """The group without `layer`."""
@@ -42,20 +42,23 @@ class SharedInput:
             if other is not None and other is not layer:
                 yield other
 
-    def keep(self, x: Tensor, promises: Sequence[tuple[nn.Module, Any]]) -> None:
-        """Keep promises for layers that will be called with `x`; what was left of an earlier input is dropped."""
-        self._promises = {id(layer): promise for layer, promise in promises}
-        self._input = x if promises else None
-        self._state = _state_of(x) if promises else ()
+    def keep(self, x: Tensor, promises: Sequence[tuple[nn.Module, Hashable, Any]]) -> None:
+        """Keep promises for layers that will be called with `x`, each with the state in which its layer was.
 
-    def take(self, layer: nn.Module, x: Tensor) -> Any | None:
-        """The promise for a layer, if it was kept for this very input in this state of autograd and autocast."""
-        if self._input is not x or id(layer) not in self._promises or self._state != _state_of(x):
+        What was left of an earlier input is dropped.
+        """
+        self._promises = {id(layer): (state, promise) for layer, state, promise in promises}
+        self._input = x if promises else None
+        self._circumstances = _circumstances(x) if promises else ()
+
+    def take(self, layer: nn.Module, x: Tensor, state: Hashable) -> Any | None:
+        """The promise for a layer, if it was kept for this very input, in this state and these circumstances."""
+        if self._input is not x or id(layer) not in self._promises or self._circumstances != _circumstances(x):
             return None
-        promise = self._promises.pop(id(layer))
+        kept_in, promise = self._promises.pop(id(layer))
         if not self._promises:
             self._input = None
-        return promise
+        return promise if kept_in == state else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
         return SharedInput(())  # the copies stand for themselves
@@ -64,9 +67,11 @@ class SharedInput:
         return SharedInput, ((),)
 
 
-def _state_of(x: Tensor) -> tuple[Any, ...]:
+def _circumstances(x: Tensor) -> tuple[Any, ...]:
     kind = x.device.type
-    return x._version, torch.is_grad_enabled(), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    version = None if x.is_inference() else x._version
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return version, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 def groups_of(parent: nn.Module, layers: dict[str, nn.Module]) -> list[list[nn.Module]]:

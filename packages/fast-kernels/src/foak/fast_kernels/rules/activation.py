@@ -195,7 +195,12 @@ class ActivationRule:
 def _has_hooks(module: nn.Module | None) -> bool:
     """Whether somebody listens to a module: then it must be called."""
     everywhere = nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+    if (
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    ):
         return True
     return module is not None and bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

@@ -14,7 +14,7 @@ from foak.core.patching.binding import own_forward
 from foak.core.patching.rule import Case
 from foak.core.patching.twin import compute_dtype, trial_device
 from foak.core.patching.verify import Verdict, compare
-from foak.fast_kernels.lora.forward import RULE, active_adapter, lora_forward
+from foak.fast_kernels.lora.forward import RULE, active_adapter, adapter_refusal, lora_forward
 from foak.fast_kernels.lora.shared_input import ATTRIBUTE, SharedInput, groups_of
 from foak.kernels.dense_weight import dense_weight_of
 
@@ -49,17 +49,13 @@ def match(module: Any) -> str | None:
     if len(names) != 1:
         raise NotApplicable(f"{len(names)} adapters are active; one can be fused")
     name = names[0]
-    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-    if any(type(factor) is not nn.Linear for factor in (a, b)):
-        raise NotApplicable("the adapter's matrices are no plain linear layers")
-    if a.bias is not None or b.bias is not None:
-        raise NotApplicable("the adapter has a bias (lora_bias)")
-    if type(dropout) not in (nn.Dropout, nn.Identity):
-        raise NotApplicable(f"the adapter's dropout is a {type(dropout).__name__}")
+    refusal = adapter_refusal(module, name)
+    if refusal is not None:
+        raise NotApplicable(refusal)
     trained = [n for n in ("weight", "bias") if getattr(getattr(base, n, None), "requires_grad", False)]
     if trained:
         raise NotApplicable(f"the base's {' and '.join(trained)} is trained too")
-    return f"LoRA of rank {a.out_features} on a {type(base).__name__}"
+    return f"LoRA of rank {module.lora_A[name].out_features} on a {type(base).__name__}"
 
 
 def variant(module: Any) -> Hashable:
@@ -107,7 +103,9 @@ def _twin(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
     has_bias = isinstance(getattr(module.base_layer, "bias", None), Tensor)
     base = nn.Linear(k, o, bias=has_bias, device=device).to(dtype).requires_grad_(False)
     factors = [nn.Linear(k, rank, bias=False, device=device), nn.Linear(rank, o, bias=False, device=device)]
+    # the module's own lists and state are left alone, and the trial is of a layer at work
     attributes.update(in_features=k, out_features=o, training=True)
+    attributes.update(merged_adapters=[], _disable_adapters=False, _active_adapter=[name])
     attributes["_parameters"], attributes["_buffers"] = {}, {}
     attributes["_modules"] = {
         **module._modules,

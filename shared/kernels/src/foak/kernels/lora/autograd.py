@@ -21,8 +21,9 @@ from foak.kernels.launch import next_power_of_two
 from foak.kernels.lora import concatenation, reference
 from foak.kernels.lora.dropout import draw_seed
 
-EXACT_PARTS = 3
-"""Numbers of 16 bits that an fp32 factor is split into."""
+ROUNDED, SPLIT, WIDE = 1, 3, 0
+"""What becomes of factors beside 16-bit activations: rounded to their dtype; split into three numbers of it; or all is
+multiplied as fp32, because fp16 has not the range for what lies between the factors."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Call:
         self.dtype = dtype
         self.leading = x.shape[:-1]
         narrow = all(m.a.dtype is dtype and m.b.dtype is dtype for m in members)
-        self.parts = 1 if rounds_factors or narrow else EXACT_PARTS
+        self.parts = WIDE if dtype is torch.float16 else ROUNDED if rounds_factors or narrow else SPLIT
         tensors = [t for m in members for t in (m.a, m.b)]
         self.on_triton = dtype.itemsize == 2 and backend_for(x, *tensors) == "triton"
         self.thin: Any = _thin_kernels() if self.on_triton else reference
@@ -82,13 +83,15 @@ class Call:
         """Computes `z`, [M, N, rank], from `x` [..., K]."""
         self.x = x.reshape(-1, x.shape[-1]).to(self.dtype)
         scales = [m.scale for m in self.members]
+        a = [factor.contiguous() for factor in a]
         self.z = self.thin.project(self.x, a, scales, self.drops, self.seed, self.parts, self.rank)
 
     def product(self, index: int) -> Tensor:
         """The output of one member, [..., O]."""
         member = self.members[index]
         weight = member.weight(self.dtype)
-        operands = (self.x, weight, self.z[index], member.b.detach(), member.bias, self.parts)
+        bias = None if member.bias is None else member.bias.contiguous()
+        operands = (self.x, weight, self.z[index], member.b.detach().contiguous(), bias, self.parts)
         y: Tensor = _product_of(self, self.x, weight).product(*operands)
         return y.view(*self.leading, member.out_features)
 
@@ -130,6 +133,7 @@ class Promise(torch.autograd.Function):
         x, z, *factors = ctx.saved_tensors
         members, dtype, drops, seed, parts, rank, thin = ctx.call_of
         x = x.reshape(-1, x.shape[-1])
+        factors = [factor.contiguous() for factor in factors]
         shape, x_dtype = ctx.x_of
         needs_dx, needs_factors = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         if all(dy is None for dy in upstream):

@@ -2,7 +2,8 @@
 
     y = [x | z] @ [W | B].T                      one product, one rounding
 
-It copies both operands, which costs a few percent of the product's time.
+It copies both operands, which costs a few percent of the product's time. For fp16, whose range is too small for `z`,
+the base's product is given in fp32, and the adapter's is added before the one rounding.
 """
 
 import torch
@@ -22,6 +23,10 @@ def _parts(factor: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
 
 def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None, parts: int) -> Tensor:
     """`x @ weight.T + z @ b.T + bias` in x's dtype: [N, O]; see `product_triton.product`."""
+    if parts == 0:
+        y = torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().t()
+        y.addmm_(z[:, : b.shape[1]], b.float().t())
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
     left, right = [x], [weight]
     factors = _parts(b, x.dtype, parts)
     for index, part in enumerate(_parts(z[:, : b.shape[1]], x.dtype, parts)):

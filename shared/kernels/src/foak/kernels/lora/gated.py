@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from foak.kernels.autograd import once_differentiable
-from foak.kernels.geglu.reference import geglu_reference
-from foak.kernels.lora import reference
+from foak.kernels.geglu import geglu
 from foak.kernels.lora.autograd import Call, LoraMember
-from foak.kernels.swiglu.reference import swiglu_reference
+from foak.kernels.swiglu import swiglu
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -25,14 +24,15 @@ class GatedCall(Call):
         """`dtype` is that of the layer's product."""
         super().__init__([member], gate, dtype, rounds_factors)
         # the fused kernels read gate and up in the dtype that they multiply in
-        self.on_triton = self.on_triton and gate.dtype is dtype and up.dtype is dtype and up.device == gate.device
+        self.fuses = self.on_triton and gate.dtype is dtype and up.dtype is dtype and up.device == gate.device
         self.activation = activation
 
     def project_gated(self, gate: Tensor, up: Tensor, a: Tensor) -> None:
         """Computes h, which stays until the product has read it, and z."""
         (member,) = self.members
+        a = a.contiguous()
         gate, up = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
-        if self.on_triton:
+        if self.fuses:
             from foak.kernels.lora import gated_triton
 
             self.x, z = gated_triton.project(
@@ -40,7 +40,6 @@ class GatedCall(Call):
             )
             self.z = z[None]
             return
-        self.rank = a.shape[0] if self.thin is reference else self.rank
         self.x = activate(gate, up, self.activation).to(self.dtype)
         self.z = self.thin.project(self.x, [a], [member.scale], self.drops, self.seed, self.parts, self.rank)
 
@@ -48,8 +47,8 @@ class GatedCall(Call):
 def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`act(gate) * up` in the dtype of both, computed in fp32 or wider."""
     if activation == "silu":
-        return swiglu_reference(gate, up)
-    return geglu_reference(gate, up, "tanh" if activation == "gelu_tanh" else "none")
+        return swiglu(gate, up)
+    return geglu(gate, up, "tanh" if activation == "gelu_tanh" else "none")
 
 
 class GatedPromise(torch.autograd.Function):
@@ -60,7 +59,7 @@ class GatedPromise(torch.autograd.Function):
         with torch.autocast(gate.device.type, enabled=False):
             call.project_gated(gate, up, a)
         (member,) = call.members
-        ctx.call_of = (member, call.dtype, call.activation, call.seed, call.parts, call.rank, call.thin, call.on_triton)
+        ctx.call_of = (member, call.dtype, call.activation, call.seed, call.parts, call.rank, call.thin, call.fuses)
         ctx.save_for_backward(gate, up, call.z, a, b)
         place: Tensor = call.z.new_empty((), dtype=call.dtype).expand(*call.leading, member.out_features)
         return place
@@ -69,8 +68,9 @@ class GatedPromise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, z, a, b = ctx.saved_tensors
-        member, dtype, activation, seed, parts, rank, thin, on_triton = ctx.call_of
+        member, dtype, activation, seed, parts, rank, thin, fuses = ctx.call_of
         p = member.dropout_p
+        a, b = a.contiguous(), b.contiguous()
         with torch.autocast(gate.device.type, enabled=False):
             dy = dy.reshape(-1, member.out_features).to(dtype)
             dz = thin.project(dy, [b], [member.scale], [0.0], 0, parts, rank, transposed=True)[0]
@@ -80,7 +80,7 @@ class GatedPromise(torch.autograd.Function):
                 db = db.to(b.dtype, memory_format=torch.contiguous_format)
             dh = torch.mm(dy, member.weight(dtype))
             gate_rows, up_rows = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
-            if on_triton:
+            if fuses:
                 from foak.kernels.lora import gated_triton
 
                 dgate, dup, da = gated_triton.backward(dh, gate_rows, up_rows, activation, dz, a, p, seed, parts)

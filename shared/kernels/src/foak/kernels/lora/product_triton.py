@@ -34,6 +34,8 @@ def _add_low_rank(
         )
         in_b = (columns < out_count)[None, :] & (ranks < RANK)[:, None]
         b = tl.load(b_ptr + columns[None, :] * RANK + ranks[:, None], mask=in_b, other=0.0)
+        if PARTS == 0:
+            acc = tl.dot(z, b.to(tl.float32), acc, input_precision="tf32x3")
         for z_index in tl.static_range(PARTS):
             z_part = z.to(DTYPE)
             rest = b
@@ -120,7 +122,7 @@ def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None
         z: [N, R] fp32, zero beyond the rank.
         b: [O, rank], contiguous, any floating dtype.
         bias: [O] or None.
-        parts: into how many numbers of x's dtype `z` and `b` are split.
+        parts: into how many numbers of x's dtype `z` and `b` are split; 0: they are multiplied as fp32.
     """
     row_count, length = x.shape
     out_features = weight.shape[0]

@@ -7,7 +7,8 @@ adapters' share to the input's gradient in the same pass. Both apply dropout mas
 A factor of more bits than the wide operand (fp32 beside bf16) is split into `PARTS` numbers of the narrow dtype that
 add up to it, each multiplied on the tensor cores: 3 bf16 parts hold all 24 bits of an fp32 number. The products of the
 first parts and those of the others have a sum each: tensor cores cut off what lies below a sum's last bit, and so the
-large sum is cut no more often than it has terms.
+large sum is cut no more often than it has terms. Beside fp16, whose range is too small for the products in between,
+`PARTS` is 0: both operands are multiplied as fp32 numbers, in three products of 19-bit ones.
 """
 
 from collections.abc import Sequence
@@ -29,12 +30,15 @@ GROUP = 3
 @triton.jit
 def split_dot(narrow, factor, acc, fine, PARTS: tl.constexpr):
     """acc + fine + narrow @ factor, `factor` in `PARTS` parts of `narrow`'s dtype, the first of which goes into acc."""
-    part = factor.to(narrow.dtype)
-    acc = tl.dot(narrow, part, acc)
-    for _ in tl.static_range(1, PARTS):
-        factor = factor.to(tl.float32) - part.to(tl.float32)
+    if PARTS == 0:
+        acc = tl.dot(narrow.to(tl.float32), factor.to(tl.float32), acc, input_precision="tf32x3")
+    else:
         part = factor.to(narrow.dtype)
-        fine = tl.dot(narrow, part, fine)
+        acc = tl.dot(narrow, part, acc)
+        for _ in tl.static_range(1, PARTS):
+            factor = factor.to(tl.float32) - part.to(tl.float32)
+            part = factor.to(narrow.dtype)
+            fine = tl.dot(narrow, part, fine)
     return acc, fine
 
 
@@ -114,6 +118,8 @@ def load_factor(
 def low_rank_share(z, a, narrow: tl.constexpr, PARTS: tl.constexpr):
     """z @ a in fp32: z's parts from coarse to fine, each with as many of a's as matter."""
     share = tl.zeros([z.shape[0], a.shape[1]], dtype=tl.float32)
+    if PARTS == 0:
+        share = tl.dot(z, a.to(tl.float32), share, input_precision="tf32x3")
     for index in tl.static_range(PARTS):
         part = z.to(narrow)
         share, fine = split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
@@ -125,12 +131,15 @@ def low_rank_share(z, a, narrow: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def add_outer(z, x, acc, fine, PARTS: tl.constexpr):
     """acc + fine + z.T @ x, z in `PARTS` parts of x's dtype, the first of which goes into acc."""
-    part = z.to(x.dtype)
-    acc = tl.dot(tl.trans(part), x, acc)
-    for _ in tl.static_range(1, PARTS):
-        z = z - part.to(tl.float32)
+    if PARTS == 0:
+        acc = tl.dot(tl.trans(z), x.to(tl.float32), acc, input_precision="tf32x3")
+    else:
         part = z.to(x.dtype)
-        fine = tl.dot(tl.trans(part), x, fine)
+        acc = tl.dot(tl.trans(part), x, acc)
+        for _ in tl.static_range(1, PARTS):
+            z = z - part.to(tl.float32)
+            part = z.to(x.dtype)
+            fine = tl.dot(tl.trans(part), x, fine)
     return acc, fine
 
 
@@ -244,7 +253,7 @@ def project(
         scales: one number each.
         drops: the dropout probability of each; 0 leaves x as it is.
         seed: of the masks.
-        parts: into how many numbers of x's dtype a factor is split.
+        parts: into how many numbers of x's dtype a factor is split; 0: all is multiplied as fp32.
         rank: a power of two, at least 16 and at least every rank.
         transposed: whether a factor's rank is its last dimension.
     """
@@ -287,7 +296,7 @@ def reduce_rows(
         z: [M, N, R] fp32.
         drops: their dropout probabilities.
         seed: of the masks.
-        parts: into how many numbers of x's dtype z is split.
+        parts: into how many numbers of x's dtype z is split; 0: all is multiplied as fp32.
         factors: with `dx`, the adapters' [rank_i, K].
         dx: [N, K] contiguous; `mask_i * (z_i @ factor_i)` is added to it in place, in fp32, rounded once.
     """
