@@ -87,7 +87,7 @@ def test_nothing_dense_is_kept_for_the_backward(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
-def test_autocast_decides_the_dtype_as_for_a_plain_layer(x_dtype: torch.dtype, autocast: torch.dtype) -> None:
+def test_autocast_decides_the_dtype_of_the_product(x_dtype: torch.dtype, autocast: torch.dtype) -> None:
     layer = layer_of(bias=True)
     dense = nn.Linear(IN, OUT)
     dense.weight.data, dense.bias.data = layer.dequantize(torch.float32), layer.bias.detach()
@@ -98,9 +98,10 @@ def test_autocast_decides_the_dtype_as_for_a_plain_layer(x_dtype: torch.dtype, a
             y = module(x)
         y.backward(torch.ones_like(y))
         results += [y, x.grad]
+    assert expected[0].dtype is autocast
     for got, wanted in zip(found, expected, strict=True):
-        assert got.dtype is wanted.dtype
-        assert torch.equal(got, wanted)
+        assert got.dtype is x_dtype
+        assert torch.equal(got, wanted.to(x_dtype))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -158,6 +159,18 @@ def test_parameters_are_frozen_and_none_is_a_buffer() -> None:
     assert not any(parameter.requires_grad for parameter in layer.parameters())
     assert not list(layer.buffers())
     assert set(layer.state_dict()) == {"qweight", "qzeros", "scales", "g_idx"}
+
+
+def test_the_weight_says_when_it_changed() -> None:
+    layer = layer_of()
+    before = layer.weight._version
+    assert before == layer.weight._version
+    with torch.no_grad():
+        layer.qzeros.add_(0)
+    assert layer.weight._version > before
+    assert not layer.weight.is_inference()
+    with torch.inference_mode():
+        assert layer_of().weight.is_inference()
 
 
 def test_the_weight_has_a_shape_and_cannot_be_written_to() -> None:

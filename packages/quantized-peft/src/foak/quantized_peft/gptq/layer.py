@@ -21,15 +21,23 @@ _NO_WEIGHT = (
 
 
 class StoredWeight:
-    """What is known of a weight without decoding it: enough for PEFT to place an adapter beside it, and no tensor."""
+    """What is known of a weight without decoding it: to place an adapter beside it, and to see that it changed."""
 
     _is_hf_initialized = True
     requires_grad = False
 
     def __init__(self, layer: GptqLinear) -> None:
+        self._layer = layer
         self.shape = torch.Size((layer.out_features, layer.in_features))
         self.dtype = layer.compute_dtype
         self.device = layer.qweight.device
+
+    @property
+    def _version(self) -> int:
+        return sum(parameter._version for parameter in self._layer.parameters(recurse=False))
+
+    def is_inference(self) -> bool:
+        return self._layer.qweight.is_inference()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(_NO_WEIGHT.format(name=name))
@@ -124,7 +132,11 @@ class GptqLinear(nn.Linear):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x: `[..., in_features]`. Returns `[..., out_features]` in its dtype, or in that of autocast."""
+        """Args: x: `[..., in_features]`. Returns `[..., out_features]` in its dtype.
+
+        Under autocast the product runs in autocast's dtype, and its result has that of `x`, as with bitsandbytes' 4-bit
+        layers.
+        """
         dtype = x.dtype
         device = x.device.type
         if dtype is not torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -140,7 +152,7 @@ class GptqLinear(nn.Linear):
             self.group_size,
             self.zero_offset,
         )
-        return result
+        return result.to(x.dtype)
 
     def groups_changed(self) -> None:
         """Looks at `g_idx` anew: to be called after it was written to. The host waits for the device here."""
@@ -152,7 +164,7 @@ class GptqLinear(nn.Linear):
 
     @property
     def weight(self) -> StoredWeight:  # type: ignore[override]
-        """Shape, dtype of the activations, and device; anything else of it is an `AttributeError` that says why."""
+        """Shape, dtype of the activations, device and version; all else is an `AttributeError` that says why."""
         return StoredWeight(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
