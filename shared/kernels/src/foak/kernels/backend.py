@@ -16,6 +16,8 @@ Backend = Literal["triton", "reference"]
 
 _TRITON_DEVICES = ("cuda",)  # ROCm devices carry this name too
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_FLOAT64 = torch.float64
+_functorch_level = torch._C._functorch.peek_interpreter_stack
 
 _by_device_type: dict[str, Backend] = {}
 _forced: Backend | None = None
@@ -31,27 +33,25 @@ def backend_for(tensor: torch.Tensor, *others: torch.Tensor | None) -> Backend:
     """
     if _forced is not None:
         return _forced
-    if tensor.dtype is torch.float64 or type(tensor) not in _PLAIN_TYPES:
+    if type(tensor) not in _PLAIN_TYPES or tensor.dtype is _FLOAT64:
         return "reference"
-    if not torch.compiler.is_compiling() and in_function_transform():
-        return "reference"
+    device = tensor.device
     for other in others:
-        if other is None:
-            continue
-        if other.dtype is torch.float64 or type(other) not in _PLAIN_TYPES or other.device != tensor.device:
+        if other is not None and (type(other) not in _PLAIN_TYPES or other.dtype is _FLOAT64 or other.device != device):
             return "reference"
-    device_type = tensor.device.type
-    backend = _by_device_type.get(device_type)
+    if not torch.compiler.is_compiling() and _functorch_level() is not None:
+        return "reference"
+    backend = _by_device_type.get(device.type)
     if backend is None:
-        backend = _choose(device_type)
+        backend = _choose(device.type)
         if not torch.compiler.is_compiling():
-            _by_device_type[device_type] = backend
+            _by_device_type[device.type] = backend
     return backend
 
 
 def in_function_transform() -> bool:
     """Whether `torch.func` (grad, vmap, ...) is at work: it sees through plain PyTorch only."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _functorch_level() is not None
 
 
 def triton_available() -> bool:

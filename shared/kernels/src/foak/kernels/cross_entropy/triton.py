@@ -367,16 +367,8 @@ def forward_rows(
     launch = _forward_plan(
         vocab_size, options.softcap is not None, options.label_smoothing != 0.0, gradient is not None, out.fields
     )
-    launch(
-        (count,),
-        (logits, labels, out.values, target, valid),
-        logits.stride(0),
-        target.stride(0),
-        out.values.stride(0),
-        vocab_size,
-        options.ignore_index,
-        *_numbers(options),
-    )
+    strides = logits.stride(0), target.stride(0), out.values.stride(0)
+    launch((count,), (logits, labels, out.values, target, valid), *strides, vocab_size, *_numbers(options))
     if logits.device.type != "cpu":
         torch._assert_async(valid, out_of_range_message(vocab_size, options))
 
@@ -392,25 +384,17 @@ def gradient_rows(
     launch = _gradient_plan(
         vocab_size, options.softcap is not None, upstream.loss is not None, upstream.log_probs is not None, entropy
     )
-    values = saved.values
-    launch(
-        (count,),
-        (logits, labels, values, *(values if value is None else value for value in upstream), gradient),
-        logits.stride(0),
-        gradient.stride(0),
-        values.stride(0),
-        vocab_size,
-        options.ignore_index,
-        *_numbers(options),
-    )
+    flowing = (saved.values if value is None else value for value in upstream)
+    strides = logits.stride(0), gradient.stride(0), saved.values.stride(0)
+    launch((count,), (logits, labels, saved.values, *flowing, gradient), *strides, vocab_size, *_numbers(options))
 
 
 def _block(vocab_size: int) -> tuple[int, int]:
     """Columns of one step along a row, and the warps that take it: 8 columns a thread."""
-    block = min(WIDEST_BLOCK, max(256, next_power_of_two(vocab_size)))
-    return block, block // 256
+    return (block := min(WIDEST_BLOCK, max(256, next_power_of_two(vocab_size)))), block // 256
 
 
-def _numbers(options: LossOptions) -> tuple[float, float, float, float]:
+def _numbers(options: LossOptions) -> tuple[int, float, float, float, float]:
     softcap = 1.0 if options.softcap is None else float(options.softcap)
-    return float(options.logit_scale), softcap, float(options.label_smoothing), float(options.z_loss)
+    scale, smoothing, z_loss = (float(x) for x in (options.logit_scale, options.label_smoothing, options.z_loss))
+    return options.ignore_index, scale, softcap, smoothing, z_loss
