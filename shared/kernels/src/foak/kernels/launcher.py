@@ -1,7 +1,7 @@
 """Launches a Triton kernel again at a fraction of what `kernel[grid](...)` costs the host.
 
 On every call Triton binds the arguments by name and works out, one by one, which compiled variant serves them: about
-four times what the launch itself takes. A `Launcher` belongs to one kernel with its compile-time constants. The first
+three times what the launch itself takes. A `Launcher` belongs to one kernel with its compile-time constants. The first
 launch of each kind of arguments goes through Triton, which compiles the variant or finds it, and hands it over; later
 ones start that variant. Two calls are of one kind only where Triton would choose the same variant for both, which
 `variant_key` answers for and its test compares with Triton's own answer.
