@@ -89,7 +89,7 @@ def gated_forward(layer: Any, gate: Tensor, up: Tensor, activation: str) -> Tens
 
 
 def _is_traced(x: Tensor) -> bool:
-    """Whether a compiler, a transform or forward-mode differentiation looks through the forward, or shapes alone count."""
+    """Whether a compiler, a transform or forward-mode differentiation is at work, or shapes alone count."""
     return torch.compiler.is_compiling() or in_function_transform() or x.is_meta or forward_ad._current_level >= 0
 
 

@@ -105,12 +105,9 @@ def _thin_kernels() -> ModuleType:
 def _product_of(call: Call, x: Tensor, weight: Tensor) -> ModuleType:
     if not call.on_triton or x.shape[0] == 0:
         return reference
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] >= 9:
-        from foak.kernels.lora import product_triton
+    from foak.kernels.lora import product_triton
 
-        if product_triton.fits(x, weight):
-            return product_triton
-    return concatenation
+    return product_triton if product_triton.fits(x, weight, call.rank, call.parts) else concatenation
 
 
 class Promise(torch.autograd.Function):

@@ -12,9 +12,10 @@ _WEYL0, _WEYL1 = (tl.constexpr(number) for number in WEYL)
 
 
 @triton.jit
-def streams():
-    """The numbers that tell the masks of a launch apart."""
-    return tl.full([], 0, tl.uint32), tl.full([], 1, tl.uint32), tl.full([], 2, tl.uint32)
+def streams(first):
+    """The numbers that tell the masks of a launch apart, from `first` on."""
+    first = tl.full([], 0, tl.uint32) + first.to(tl.uint32)
+    return first, first + 1, first + 2
 
 
 @triton.jit

@@ -17,8 +17,15 @@ from foak.kernels._rows import row_view
 from foak.kernels.geglu.triton import _gate as geglu_gate
 from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
 from foak.kernels.lora.dropout import threshold_of
-from foak.kernels.lora.dropout_triton import keep_both, kept, streams
-from foak.kernels.lora.thin_triton import add_outer, load_factor, low_rank_share, split_dot
+from foak.kernels.lora.dropout_triton import keep_both, kept
+from foak.kernels.lora.thin_triton import (
+    add_outer,
+    columns_of,
+    load_factor,
+    low_rank_share,
+    split_dot,
+    stages,
+)
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
@@ -47,7 +54,7 @@ def _project_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < row_count
     ranks = tl.arange(0, R)
-    stream = streams()[0]
+    stream = tl.full([], 0, tl.uint32)
     acc = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     fine = acc
     for first in range(0, K, BLOCK_K):
@@ -82,7 +89,7 @@ def _backward_kernel(
     columns = first + tl.arange(0, BLOCK_K)
     in_row = columns < K
     ranks = tl.arange(0, R)
-    stream = streams()[0]
+    stream = tl.full([], 0, tl.uint32)
     narrow: tl.constexpr = dgate_ptr.dtype.element_ty
     a = load_factor(a_ptr, columns, K, RANK, R, narrow, PARTS)
     acc = tl.zeros([R, BLOCK_K], dtype=tl.float32)
@@ -143,7 +150,7 @@ def project(
         _project_kernel[(-(-count // block),)](
             gate_rows, up_rows, a, h, z, count, gate_stride, up_stride, seed, threshold_of(p), scale,
             ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=a.shape[0], R=rank, DROPS=p > 0, PARTS=parts,
-            BLOCK_N=block, BLOCK_K=128 if rank <= 64 else 64, num_warps=8, num_stages=3,
+            BLOCK_N=block, BLOCK_K=columns_of(rank, parts), num_warps=8, num_stages=stages(gate),
         )  # fmt: skip
     return h, z
 

@@ -1,10 +1,10 @@
-"""The base product with the adapter's product in its epilogue, as a Triton kernel for GPUs with a tensor memory unit.
+"""The base product with the adapter's product in its epilogue, as a Triton kernel for Hopper.
 
     y = x @ W.T + z @ B.T + bias        accumulated in fp32, rounded once
 
 cuBLAS rounds a product to the output's dtype before its epilogue adds anything, so a small `z @ B.T` that is added
-there is lost. Here it is one more step of the same sum. A persistent grid walks over output tiles; on Hopper one warp
-group loads while the others multiply.
+there is lost. Here it is one more step of the same sum. A persistent grid walks over output tiles; one warp group loads
+while the others multiply, which is what makes it as fast as cuBLAS, and what other GPUs cannot do.
 """
 
 import torch
@@ -34,8 +34,6 @@ def _add_low_rank(
         )
         in_b = (columns < out_count)[None, :] & (ranks < RANK)[:, None]
         b = tl.load(b_ptr + columns[None, :] * RANK + ranks[:, None], mask=in_b, other=0.0)
-        if PARTS == 0:
-            acc = tl.dot(z, b.to(tl.float32), acc, input_precision="tf32x3")
         for z_index in tl.static_range(PARTS):
             z_part = z.to(DTYPE)
             rest = b
@@ -105,12 +103,20 @@ def _product_kernel(
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel can address the operands: rows that begin at multiples of 16 bytes, in a 16-bit dtype."""
+LARGEST_EPILOGUE = 128
+"""Ranks times parts beyond which the epilogue, which is unrolled, would take long to compile."""
+
+
+def fits(x: Tensor, weight: Tensor, rank: int, parts: int) -> bool:
+    """Whether the kernel serves the operands: on Hopper, 16-bit rows that begin at multiples of 16 bytes."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    if not 1 <= parts <= rank * parts <= LARGEST_EPILOGUE or weight.shape[0] % 8:
+        return False
     return all(
         t.dtype in _DTYPES and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 and t.shape[1] > 0
         for t in (x, weight)
-    ) and weight.shape[0] % 8 == 0  # fmt: skip
+    )
 
 
 def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None, parts: int) -> Tensor:
@@ -122,14 +128,13 @@ def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None
         z: [N, R] fp32, zero beyond the rank.
         b: [O, rank], contiguous, any floating dtype.
         bias: [O] or None.
-        parts: into how many numbers of x's dtype `z` and `b` are split; 0: they are multiplied as fp32.
+        parts: into how many numbers of x's dtype `z` and `b` are split, at least 1.
     """
     row_count, length = x.shape
     out_features = weight.shape[0]
     y = x.new_empty((row_count, out_features))
     sms = multiprocessor_count(x)
     block_n, block_o, block_k = (128, 256 if out_features >= 2048 else 128, 64) if x.is_cuda else (16, 32, 32)
-    specialize = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
     tiles = -(-row_count // block_n) * -(-out_features // block_o)
     with on_device_of(x):
         _product_kernel[(min(sms, tiles),)](
@@ -152,7 +157,7 @@ def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None
             BLOCK_K=block_k,
             BAND=8,
             PROGRAMS=sms,
-            SPECIALIZE=specialize,
+            SPECIALIZE=x.is_cuda,
             EARLY=parts == 1 and z.shape[1] <= 2 * RANK_STEP,
             num_warps=8,
             num_stages=3,

@@ -12,6 +12,7 @@ large sum is cut no more often than it has terms. Beside fp16, whose range is to
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -56,12 +57,12 @@ def _project_one(
     return split_dot(x, tl.load(factor_ptr + offsets, mask=mask, other=0.0), acc, fine, PARTS)
 
 
-@triton.jit(do_not_specialize=["row_count", "seed", "threshold0", "threshold1", "threshold2"])
+@triton.jit(do_not_specialize=["row_count", "seed", "stream", "threshold0", "threshold1", "threshold2"])
 def _project_kernel(
     x_ptr,  # rows of K, x_stride apart
     factor0_ptr, factor1_ptr, factor2_ptr,  # each element (rank, k) at rank * STRIDE_R + k * STRIDE_K
     out_ptr,  # [COUNT, row_count, R], fp32
-    row_count, x_stride, seed,
+    row_count, x_stride, seed, stream,
     threshold0, threshold1, threshold2,
     scale0, scale1, scale2,
     K: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, R: tl.constexpr,
@@ -71,7 +72,7 @@ def _project_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < row_count
-    stream0, stream1, stream2 = streams()
+    stream0, stream1, stream2 = streams(stream)
     acc0 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     acc1 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     acc2 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
@@ -161,14 +162,14 @@ def _reduce_one(
     return dx, acc, fine
 
 
-@triton.jit(do_not_specialize=["row_count", "seed", "threshold0", "threshold1", "threshold2"])
+@triton.jit(do_not_specialize=["row_count", "seed", "stream", "threshold0", "threshold1", "threshold2"])
 def _reduce_kernel(
     x_ptr,  # rows of K, x_stride apart
     z_ptr,  # [COUNT, row_count, R], fp32
     a0_ptr, a1_ptr, a2_ptr,  # each [RANK, K]
     dx_ptr,  # [row_count, K], added to
     partial_ptr,  # [programs along rows, COUNT, R, K], fp32
-    row_count, x_stride, seed,
+    row_count, x_stride, seed, stream,
     threshold0, threshold1, threshold2,
     K: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, R: tl.constexpr,
     COUNT: tl.constexpr, DROPS0: tl.constexpr, DROPS1: tl.constexpr, DROPS2: tl.constexpr, NEEDS_DX: tl.constexpr,
@@ -177,7 +178,7 @@ def _reduce_kernel(
     first = tl.program_id(0) * BLOCK_K
     columns = first + tl.arange(0, BLOCK_K)
     in_row = columns < K
-    stream0, stream1, stream2 = streams()
+    stream0, stream1, stream2 = streams(stream)
     acc0 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
     acc1 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
     acc2 = tl.zeros([R, BLOCK_K], dtype=tl.float32)
@@ -234,6 +235,26 @@ def _reduce_kernel(
         tl.store(out + 2 * R * K, acc2 + fine2, mask=in_row[None, :])
 
 
+def together(rank: int, parts: int) -> bool:
+    """Whether several adapters fit the registers of one program; else each has a launch of its own."""
+    return rank <= 32 and parts == 1
+
+
+def columns_of(rank: int, parts: int) -> int:
+    """Columns of a tile of a kernel that holds its factor in shared memory: 99 KiB of it are enough at any rank."""
+    if rank <= 32:
+        return 128 if parts else 64
+    return 64 if rank <= 64 and parts else 32
+
+
+def stages(x: Tensor) -> int:
+    """Tiles that are loaded ahead: three where a program may have the shared memory of a data centre's GPU."""
+    if not x.is_cuda:
+        return 1
+    properties: Any = torch.cuda.get_device_properties(x.device)
+    return 3 if properties.shared_memory_per_block_optin > 160_000 else 2
+
+
 def project(
     x: Tensor,
     factors: Sequence[Tensor],
@@ -257,26 +278,37 @@ def project(
         rank: a power of two, at least 16 and at least every rank.
         transposed: whether a factor's rank is its last dimension.
     """
-    count = len(factors)
-    rows, stride = row_view(x, x.shape[-1])
-    rank_dim = 1 if transposed else 0
-    ranks = [factor.shape[rank_dim] for factor in factors]
-    length = x.shape[-1]
-    out = x.new_empty((count, rows.shape[0], rank), dtype=torch.float32)
-    block = 64
-    masked = any(p > 0 for p in drops)
+    rows, _ = row_view(x, x.shape[-1])
+    out = x.new_empty((len(factors), rows.shape[0], rank), dtype=torch.float32)
+    step = len(factors) if together(rank, parts) else 1
+    for first in range(0, len(factors), step):
+        last = first + step
+        _project(rows, factors[first:last], scales[first:last], drops[first:last], seed, first, parts, out[first:last],
+                 transposed)  # fmt: skip
+    return out
+
+
+def _project(
+    rows: Tensor, factors: Sequence[Tensor], scales: Sequence[float], drops: Sequence[float], seed: int, stream: int,
+    parts: int, out: Tensor, transposed: bool,
+) -> None:  # fmt: skip
+    """One launch of `project`: adapters from number `stream` on, into `out` [M, N, rank]."""
+    count, row_count, rank = out.shape
+    length = rows.shape[1]
+    ranks = [factor.shape[1 if transposed else 0] for factor in factors]
     fill = GROUP - count
     thresholds = [threshold_of(p) for p in drops] + [0] * fill
-    with on_device_of(x):
-        _project_kernel[(-(-rows.shape[0] // block),)](
-            rows, *factors, *[factors[0]] * fill, out, rows.shape[0], stride, seed,
+    masked = any(p > 0 for p in drops)
+    with on_device_of(rows):
+        _project_kernel[(-(-row_count // 64),)](
+            rows, *factors, *[factors[0]] * fill, out, row_count, rows.stride(0), seed, stream,
             *thresholds, *scales, *[1.0] * fill,
             K=length, RANK0=ranks[0], RANK1=(*ranks, 1, 1)[1], RANK2=(*ranks, 1, 1)[2], R=rank,
             STRIDE_R=1 if transposed else length, STRIDE_K=ranks[0] if transposed else 1, COUNT=count,
             DROPS0=drops[0] > 0, DROPS1=count > 1 and drops[1] > 0, DROPS2=count > 2 and drops[2] > 0,
-            PARTS=parts, BLOCK_N=block, BLOCK_K=128 if rank <= 64 else 64, num_warps=8 if masked else 4, num_stages=3,
+            PARTS=parts, BLOCK_N=64, BLOCK_K=columns_of(rank, parts), num_warps=8 if masked or rank > 32 else 4,
+            num_stages=stages(rows),
         )  # fmt: skip
-    return out
 
 
 def reduce_rows(
@@ -298,22 +330,37 @@ def reduce_rows(
         seed: of the masks.
         parts: into how many numbers of x's dtype z is split; 0: all is multiplied as fp32.
         factors: with `dx`, the adapters' [rank_i, K].
-        dx: [N, K] contiguous; `mask_i * (z_i @ factor_i)` is added to it in place, in fp32, rounded once.
+        dx: [N, K] contiguous; `mask_i * (z_i @ factor_i)` is added to it in place, in fp32, rounded once for each
+            launch.
     """
+    rows, _ = row_view(x, x.shape[-1])
+    count, _, rank = z.shape
+    step = count if together(rank, parts) else 1
+    sums = [
+        _reduce_rows(rows, z[i : i + step], drops[i : i + step], seed, i, parts, factors[i : i + step], dx)
+        for i in range(0, count, step)
+    ]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def _reduce_rows(
+    rows: Tensor, z: Tensor, drops: Sequence[float], seed: int, stream: int, parts: int, factors: Sequence[Tensor],
+    dx: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One launch of `reduce_rows`: adapters from number `stream` on."""
     count, row_count, rank = z.shape
-    rows, stride = row_view(x, x.shape[-1])
-    length = x.shape[-1]
-    block_n, block_k = (32, 128) if rank <= 32 else (32, 64)
+    length = rows.shape[1]
+    block_n, block_k = (32, 128) if rank <= 32 else (16, 32)
     blocks = -(-length // block_k)
-    splits = max(1, min(-(-row_count // block_n), 8 * multiprocessor_count(x) // blocks))
-    partial = x.new_empty((splits, count, rank, length), dtype=torch.float32)
+    splits = max(1, min(-(-row_count // block_n), 8 * multiprocessor_count(rows) // blocks))
+    partial = rows.new_empty((splits, count, rank, length), dtype=torch.float32)
     given = list(factors) if dx is not None else [z] * count
     ranks = [factor.shape[0] for factor in factors] if dx is not None else [1] * count
     fill = GROUP - count
-    with on_device_of(x):
+    with on_device_of(rows):
         _reduce_kernel[(blocks, splits)](
             rows, z, *given, *[given[0]] * fill, rows if dx is None else dx, partial,
-            row_count, stride, seed, *[threshold_of(p) for p in drops], *[0] * fill,
+            row_count, rows.stride(0), seed, stream, *[threshold_of(p) for p in drops], *[0] * fill,
             K=length, RANK0=ranks[0], RANK1=(*ranks, 1, 1)[1], RANK2=(*ranks, 1, 1)[2], R=rank, COUNT=count,
             DROPS0=drops[0] > 0, DROPS1=count > 1 and drops[1] > 0, DROPS2=count > 2 and drops[2] > 0,
             NEEDS_DX=dx is not None, PARTS=parts, BLOCK_N=block_n, BLOCK_K=block_k,
