@@ -244,7 +244,9 @@ def columns_of(rank: int, parts: int) -> int:
     """Columns of a tile of a kernel that holds its factor in shared memory: 99 KiB of it are enough at any rank."""
     if rank <= 32:
         return 128 if parts else 64
-    return 64 if rank <= 64 and parts else 32
+    if rank <= 64 and parts:
+        return 64
+    return 32 if rank <= 128 or parts else 16
 
 
 def stages(x: Tensor) -> int:
