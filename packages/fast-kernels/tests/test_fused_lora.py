@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from typing import Any
 
@@ -251,7 +252,9 @@ def test_what_is_added_later_is_looked_at_in_every_call(change: str) -> None:
     assert_same_gradients(*models.both)
 
 
-@pytest.mark.parametrize("change", ["adapter", "disabled", "values", "mode"])
+@pytest.mark.parametrize(
+    "change", ["adapter", "disabled", "values", "mode", "base", "input", "input in place", "grad mode"]
+)
 def test_a_promise_is_not_taken_when_the_layer_has_changed(change: str) -> None:
     model = adapted(lora_dropout=0.5 if change == "mode" else 0.0)
     model.add_adapter("other", LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **ALL))
@@ -268,10 +271,41 @@ def test_a_promise_is_not_taken_when_the_layer_has_changed(change: str) -> None:
         elif change == "values":
             with torch.no_grad():
                 attention.k_proj.lora_B["default"].weight.mul_(3)
-        else:
+        elif change == "base":
+            with torch.no_grad():
+                attention.k_proj.base_layer.weight.mul_(3)
+        elif change == "mode":
             model.eval()
-        found.append(attention.k_proj(x))
+        given = x
+        if change == "input":
+            given = x * 2
+        elif change == "input in place":
+            given = x.mul_(2)
+        with torch.set_grad_enabled(change != "grad mode"):
+            found.append(attention.k_proj(given))
+        if change == "input in place":
+            x.div_(2)
     assert distance(found[1], found[0]) <= FP32_TOLERANCE
+    assert found[1].requires_grad == found[0].requires_grad
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running out of memory in one of the products must free the input, and the graph before it, at once."""
+    models = pair_of(adapted(), fused_lora=True)
+    attention = models.fast.base_model.model.model.layers[0].self_attn
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    y = x.exp()
+    alive = weakref.ref(y)
+
+    def fail(self: Any, index: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("foak.kernels.lora.autograd.Call.product", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        attention.q_proj(y)
+    del y
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_frozen_weight_that_changes_before_the_backward_is_an_error() -> None:

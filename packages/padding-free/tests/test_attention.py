@@ -36,7 +36,9 @@ def states(q_heads: int, kv_heads: int, size: int, value_size: int | None = None
 def layer(groups: int, module: Any = llama, config: Any = LlamaConfig) -> torch.nn.Module:
     """An attention layer of transformers, of which only its forward's globals and the number of groups are used."""
     name = next(n for n in ("LlamaAttention", "Gemma2Attention", "GptOssAttention") if hasattr(module, n))
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4 // groups, "head_dim": 8}
+    heads = max(4, groups)
+    sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": heads // groups}
+    sizes["head_dim"] = 8
     return getattr(module, name)(config(**sizes), layer_idx=0).train()  # type: ignore[no-any-return]
 
 

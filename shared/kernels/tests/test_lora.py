@@ -271,6 +271,47 @@ def test_frozen_operands(trains: tuple[bool, ...], backend: str, device: torch.d
     assert tuple(t.grad is not None for t in (x, a, b)) == trains
 
 
+def test_everything_dropped(backend: str, device: torch.device) -> None:
+    """A probability of one leaves the base alone."""
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0)
+    weight = leaf(32, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2) for s in [(4, 64), (32, 4)])
+    y = lora_linear(x, weight, a, b, dropout_p=1.0)
+    y.sum().backward()
+    assert_close_to_fp64(y, x.double() @ weight.double().t(), reduction_length=64)
+    assert a.grad is not None
+    assert b.grad is not None
+    assert not a.grad.any()
+    assert not b.grad.any()
+
+
+def test_one_narrow_adapter_rounds_no_other(backend: str, device: torch.device) -> None:
+    x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0).detach()
+    weight = torch.zeros(32, 64, dtype=torch.bfloat16, device=device)
+    factors = [leaf(*s, dtype=torch.float32, device=device, seed=i) for i, s in enumerate([(4, 64), (32, 4)] * 2)]
+    narrow = [f.detach().bfloat16() for f in factors[2:]]
+    members = [LoraMember(weight.to, 32, *factors[:2], 1.0), LoraMember(weight.to, 32, *narrow, 1.0)]
+    y = promise_lora_linears(x, members)[0].fulfil()
+    upstream = leaf(6, 32, dtype=torch.bfloat16, device=device, seed=7).detach()
+    (da,) = torch.autograd.grad(y, factors[0], upstream)
+    exact = (upstream.double() @ factors[1].double()).t() @ x.double()
+    assert_close_to_fp64(da, exact.detach(), reduction_length=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_another_dtype_than_the_input(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """As under autocast over fp32 hidden states: the output is narrow, the input's gradient is not."""
+    x = leaf(6, 64, dtype=torch.float32, device=device, seed=0)
+    weight = leaf(32, 64, dtype=torch.float32, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2) for s in [(4, 64), (32, 4)])
+    y = lora_linear(x, weight, a, b, dtype=dtype, rounds_factors=True)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert y.dtype is dtype
+    assert dx.dtype is torch.float32
+    exact = x.double() @ weight.double().t() + (x.double() @ a.double().t()) @ b.double().t()
+    assert_close_to_fp64(y, exact.detach(), reduction_length=64, roundings=4)
+
+
 def test_a_promise_that_nobody_asks_for(backend: str, device: torch.device) -> None:
     """Costs nothing and gets no gradient, and the other one is right."""
     x = leaf(6, 64, dtype=torch.bfloat16, device=device, seed=0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from foak.core.patching.binding import binding_of
-from foak.fast_kernels.lora.shared_input import ATTRIBUTE
+from foak.fast_kernels.lora.shared_input import ATTRIBUTE, SharedInput
 from foak.kernels import LoraMember, PromisedLinear, lora_gated_linear, promise_lora_linears
 from foak.kernels.backend import in_function_transform
 from foak.kernels.dense_weight import DenseWeight, dense_weight_of
@@ -49,9 +49,9 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     member, precision = found
     group = self.__dict__.get(ATTRIBUTE)
     if group is not None:
-        promise = group.take(self, x, _state_of(member, precision))
+        promise = group.take(self, x, _state_of(self, member, precision))
         if promise is not None:
-            return _fulfil(promise, precision)
+            return _fulfil(promise, precision, group)
     layers, members = [self], [member]
     if group is not None:
         for sibling in group.others(self):
@@ -61,9 +61,9 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 members.append(other[0])
     promises = promise_lora_linears(x, members, dtype=precision.dtype, rounds_factors=precision.rounds_factors)
     if group is not None:
-        states = [_state_of(m, precision) for m in members]
+        states = [_state_of(layer, m, precision) for layer, m in zip(layers, members, strict=True)]
         group.keep(x, list(zip(layers, states, promises, strict=True))[1:])
-    return _fulfil(promises[0], precision)
+    return _fulfil(promises[0], precision, group)
 
 
 def gated_forward(layer: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor | None:
@@ -98,15 +98,20 @@ def _own_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return result
 
 
-def _fulfil(promise: PromisedLinear, precision: Precision) -> Tensor:
-    y = promise.fulfil()
+def _fulfil(promise: PromisedLinear, precision: Precision, group: SharedInput | None) -> Tensor:
+    try:
+        y = promise.fulfil()
+    except BaseException:  # out of memory, most likely: what the group holds must not outlive the failed forward
+        if group is not None:
+            group.clear()
+        raise
     return y if y.dtype is precision.output else y.to(precision.output)
 
 
-def _state_of(member: LoraMember, precision: Precision) -> tuple[Any, ...]:
-    """What must still be so when a promise is taken: the adapter, its values, and how it is used."""
-    a, b = member.a, member.b
-    return id(a), _version_of(a), id(b), _version_of(b), member.scaling, member.dropout_p, precision
+def _state_of(layer: Any, member: LoraMember, precision: Precision) -> tuple[Any, ...]:
+    """What must still be so when a promise is taken: the layer's values, and how they are used."""
+    versions = [_version_of(tensor) for tensor in (member.a, member.b, layer.base_layer.weight)]
+    return id(member.a), id(member.b), *versions, member.scaling, member.dropout_p, precision
 
 
 def _version_of(tensor: Tensor) -> int | None:

@@ -60,6 +60,10 @@ class SharedInput:
             self._input = None
         return promise if kept_in == state else None
 
+    def clear(self) -> None:
+        """Forget every promise, and with it the input and the graph that it holds."""
+        self._promises, self._input, self._circumstances = {}, None, ()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
         return SharedInput(())  # the copies stand for themselves
 
@@ -68,10 +72,8 @@ class SharedInput:
 
 
 def _circumstances(x: Tensor) -> tuple[Any, ...]:
-    kind = x.device.type
     version = None if x.is_inference() else x._version
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return version, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return version, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def groups_of(parent: nn.Module, layers: dict[str, nn.Module]) -> list[list[nn.Module]]:

@@ -15,7 +15,7 @@ __all__ = ["LoraMember", "PromisedLinear", "lora_gated_linear", "lora_linear", "
 
 
 class PromisedLinear:
-    """An output that has not been computed: `fulfil` computes it, once."""
+    """An output that has not been computed; each call of `fulfil` computes it."""
 
     def __init__(self, call: Call, index: int, placeholder: Tensor | None) -> None:
         """`placeholder` carries the gradient; None where none is recorded."""
