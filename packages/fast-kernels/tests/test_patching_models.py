@@ -28,7 +28,7 @@ from pairs import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from foak.core import AccelerationFramework
+from foak.core import AccelerationFramework, UnsupportedError
 from foak.fast_kernels.loss.lazy_logits import LazyLogits
 
 BATCH = BY_NAME["Llama"].batch()
@@ -385,3 +385,16 @@ def test_no_recompilation_when_the_length_changes() -> None:
             compiled(**BY_NAME["Llama"].batch(length=length)).loss.backward()
         counts.append(counter.frame_count)
     assert counts[1] <= counts[0]
+
+
+def test_a_base_layer_that_is_not_there_is_refused_and_noted_where_no_weights_are() -> None:
+    """A model without weights, as `foak explain` looks at it, is not quantized yet."""
+    stanza = {"base_layer": "bitsandbytes", "fast_rms_layernorm": True}
+    plugins = {"plugins": {"peft": {"quantization": {"fused_ops_and_kernels": stanza}}}}
+    with pytest.raises(UnsupportedError, match=r"fused_ops_and_kernels\.base_layer is bitsandbytes"):
+        AccelerationFramework(plugins).apply(BY_NAME["Llama"].build())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(BY_NAME["Llama"].tiny_config())
+    report = AccelerationFramework(plugins).apply(model)
+    assert report.patched
+    assert any("the model has no bitsandbytes layer" in note for note in report.notes)

@@ -95,12 +95,17 @@ class FastKernelsPlugin(AccelerationPlugin):
         if wanted is None:
             return
         found = {kind for module in model.modules() if (kind := _quantization_of(module)) is not None}
-        if wanted not in found:
-            raise UnsupportedError(
-                f"{self.section.key('base_layer')} is {wanted}, but the model has no {wanted} layer"
-                + (f" (it has {', '.join(sorted(found))})" if found else "")
-                + f": load it quantized, or use {_TRAINING} for an unquantized model."
-            )
+        if wanted in found:
+            return
+        problem = (
+            f"{self.section.key('base_layer')} is {wanted}, but the model has no {wanted} layer"
+            + (f" (it has {', '.join(sorted(found))})" if found else "")
+            + f": load it quantized, or use {_TRAINING} for an unquantized model."
+        )
+        if any(parameter.is_meta for parameter in model.parameters()):  # looked at without its weights: not loaded yet
+            self.patcher.report.notes.append(problem)
+            return
+        raise UnsupportedError(problem)
 
 
 def _quantization_of(module: nn.Module) -> str | None:

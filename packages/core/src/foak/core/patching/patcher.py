@@ -76,7 +76,9 @@ class ModelPatcher:
         Raises:
             UnsupportedError: under ``strict``, naming the configuration keys; nothing is patched then.
         """
-        self.report = report = PatchReport()  # kept for what plugins add to its notes
+        report = PatchReport()
+        report.notes += self.report.notes  # what plugins have said before
+        self.report = report  # and may say later
         plans: list[_Plan] = []
         for name, module in model.named_modules():
             plan = _Plan(module)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from foak.core.patching.binding import binding_of
+from foak.fast_kernels.hooks import is_listened_to
 from foak.fast_kernels.lora.shared_input import ATTRIBUTE, SharedInput
 from foak.kernels import LoraMember, PromisedLinear, lora_gated_linear, promise_lora_linears
 from foak.kernels.backend import in_function_transform
@@ -78,7 +79,7 @@ def gated_forward(layer: Any, gate: Tensor, up: Tensor, activation: str) -> Tens
     binding = binding_of(layer)
     if binding is None or binding.rules != (RULE,) or _is_traced(gate):
         return None
-    if _is_listened_to(layer) or gate.dtype is not up.dtype or type(up) not in _PLAIN:
+    if is_listened_to(layer) or gate.dtype is not up.dtype or type(up) not in _PLAIN:
         return None
     found = member_of(layer, gate)
     if found is None:
@@ -210,20 +211,6 @@ def _reader(how: DenseWeight, base: Any) -> Callable[[torch.dtype], Tensor]:
     return read
 
 
-def _is_listened_to(module: Any) -> bool:
-    everywhere: Any = nn.modules.module
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-        or everywhere._global_backward_hooks
-        or everywhere._global_backward_pre_hooks
-    )
-
-
 def _is_observed(module: Any) -> bool:
     """Whether somebody listens to a module or has replaced its forward: then it must be called."""
-    return _is_listened_to(module) or "forward" in module.__dict__
+    return is_listened_to(module) or "forward" in module.__dict__

@@ -23,6 +23,7 @@ from foak.core.patching.rule import Case
 from foak.core.patching.structure import structure
 from foak.core.patching.twin import compute_dtype, is_linear_like, linear_sizes, stand_in
 from foak.core.patching.verify import isolated
+from foak.fast_kernels.hooks import is_listened_to
 from foak.fast_kernels.lora.forward import gated_forward
 from foak.kernels import geglu, swiglu
 
@@ -192,25 +193,10 @@ class ActivationRule:
         )
 
 
-def _has_hooks(module: nn.Module | None) -> bool:
-    """Whether somebody listens to a module: then it must be called."""
-    everywhere = nn.modules.module
-    if (
-        everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-        or everywhere._global_backward_hooks
-        or everywhere._global_backward_pre_hooks
-    ):
-        return True
-    return module is not None and bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 @functools.cache
 def _forward_of(formula: Formula) -> Callable[..., torch.Tensor]:
     def mlp_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        if not any(_has_hooks(self._modules[name]) for name in formula.skipped):
+        if not any(is_listened_to(self._modules[name]) for name in formula.skipped):
             if len(args) == 1 and not kwargs:
                 return formula(self, args[0])
             if not args and len(kwargs) == 1 and formula.argument in kwargs:
