@@ -102,6 +102,17 @@ def _thin_kernels() -> ModuleType:
     return thin_triton
 
 
+def through_b(
+    thin: Any, dy: Tensor, b: Tensor, z: Tensor, scale: float, parts: int, rank: int, *, needs_db: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of z, [N, rank] wide, and of b, from that of the output, [N, O]; `z` is [1, N, rank]."""
+    dz = thin.project(dy, [b], [scale], [0.0], 0, parts, rank, transposed=True)[0]
+    if not needs_db:
+        return dz, None
+    db = thin.reduce_rows(dy, z, [0.0], 0, parts)[0, : b.shape[1]].t()
+    return dz, db.to(b.dtype, memory_format=torch.contiguous_format)
+
+
 def _product_of(call: Call, x: Tensor, weight: Tensor) -> ModuleType:
     if not call.on_triton or x.shape[0] == 0:
         return reference
@@ -142,12 +153,10 @@ class Promise(torch.autograd.Function):
             for index, (member, dy) in enumerate(zip(members, upstream, strict=True)):
                 if dy is None:
                     continue
-                a, b = factors[2 * index : 2 * index + 2]
+                b = factors[2 * index + 1]
                 dy = dy.reshape(-1, member.out_features).to(dtype)
-                dz[index] = thin.project(dy, [b], [member.scale], [0.0], 0, parts, rank, transposed=True)[0]
-                if needs_factors[2 * index + 1]:
-                    db = thin.reduce_rows(dy, z[index : index + 1], [0.0], 0, parts)
-                    found[2 * index + 1] = db[0, : b.shape[1]].t().to(b.dtype, memory_format=torch.contiguous_format)
+                through = (thin, dy, b, z[index : index + 1], member.scale, parts, rank)
+                dz[index], found[2 * index + 1] = through_b(*through, needs_db=needs_factors[2 * index + 1])
                 if needs_dx:
                     weight = member.weight(dtype)
                     dx = torch.mm(dy, weight) if dx is None else dx.addmm_(dy, weight)

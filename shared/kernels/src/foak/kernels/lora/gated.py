@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foak.kernels.autograd import once_differentiable
 from foak.kernels.geglu import geglu
-from foak.kernels.lora.autograd import Call, LoraMember
+from foak.kernels.lora.autograd import Call, LoraMember, through_b
 from foak.kernels.swiglu import swiglu
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -73,11 +73,7 @@ class GatedPromise(torch.autograd.Function):
         a, b = a.contiguous(), b.contiguous()
         with torch.autocast(gate.device.type, enabled=False):
             dy = dy.reshape(-1, member.out_features).to(dtype)
-            dz = thin.project(dy, [b], [member.scale], [0.0], 0, parts, rank, transposed=True)[0]
-            db = None
-            if ctx.needs_input_grad[4]:
-                db = thin.reduce_rows(dy, z, [0.0], 0, parts)[0, : b.shape[1]].t()
-                db = db.to(b.dtype, memory_format=torch.contiguous_format)
+            dz, db = through_b(thin, dy, b, z, member.scale, parts, rank, needs_db=ctx.needs_input_grad[4])
             dh = torch.mm(dy, member.weight(dtype))
             gate_rows, up_rows = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
             if fuses:
