@@ -9,12 +9,11 @@ import torch
 
 from foak.core import UnsupportedError
 from foak.padding_free.buckets import call_cost_on
-from foak.padding_free.packed import PACKED, PackedSequences
+from foak.padding_free.packed import BOUNDARIES, PACKED, PackedSequences
 
 __all__ = ["PaddingFreeCollator"]
 
 _IGNORED = -100
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class PaddingFreeCollator:
@@ -84,7 +83,7 @@ class PaddingFreeCollator:
                 f"that restart with each sequence; the batch has {', '.join(sorted(batch))}"
             )
         packed = PackedSequences.from_position_ids(positions, self.call_cost)
-        kept = {name: value for name, value in batch.items() if name not in _BOUNDARIES}
+        kept = {name: value for name, value in batch.items() if name not in BOUNDARIES}
         return self._finished({**kept, PACKED: packed})
 
     def _from_examples(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

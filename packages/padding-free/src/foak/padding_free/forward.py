@@ -15,13 +15,11 @@ from torch.utils._pytree import tree_map_only
 from foak.core import UnsupportedError
 from foak.padding_free.buckets import Bucket, call_cost_on
 from foak.padding_free.masks import packing
-from foak.padding_free.packed import PACKED, PackedSequences
+from foak.padding_free.packed import BOUNDARIES, PACKED, PackedSequences
 from foak.padding_free.rows import pack_rows, unpack_rows
 
 __all__ = ["Settings", "mixer_forward", "packed_forward"]
 
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Names under which transformers hands sequence boundaries to kernels that know them."""
 _CACHES = ("cache", "cache_params", "past_key_values")
 """Names under which layers are given states to keep."""
 
@@ -116,7 +114,7 @@ def mixer_forward(inner: Callable[..., Any], module: nn.Module, /, *args: Any, *
     for name in _CACHES:
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"{type(module).__name__} got {name} for a packed batch, whose states are not kept")
-    for name in _BOUNDARIES:
+    for name in BOUNDARIES:
         kwargs.pop(name, None)
     if "attention_mask" in kwargs:
         kwargs["attention_mask"] = None

@@ -14,10 +14,13 @@ import torch
 
 from foak.padding_free.buckets import CALL_COST, Bucket, choose_buckets
 
-__all__ = ["PACKED", "PackedSequences"]
+__all__ = ["BOUNDARIES", "PACKED", "PackedSequences"]
 
 PACKED = "foak_packed"
 """The key of a batch, and the argument of a model's forward, that holds the `PackedSequences`."""
+
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Names under which transformers hands sequence boundaries to kernels that know them."""
 
 
 class PackedSequences:

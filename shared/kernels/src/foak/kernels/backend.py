@@ -15,7 +15,7 @@ import torch
 Backend = Literal["triton", "reference"]
 
 _TRITON_DEVICES = ("cuda",)  # ROCm devices carry this name too
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _FLOAT64 = torch.float64
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
@@ -33,11 +33,11 @@ def backend_for(tensor: torch.Tensor, *others: torch.Tensor | None) -> Backend:
     """
     if _forced is not None:
         return _forced
-    if type(tensor) not in _PLAIN_TYPES or tensor.dtype is _FLOAT64:
+    if type(tensor) not in PLAIN_TYPES or tensor.dtype is _FLOAT64:
         return "reference"
     device = tensor.device
     for other in others:
-        if other is not None and (type(other) not in _PLAIN_TYPES or other.dtype is _FLOAT64 or other.device != device):
+        if other is not None and (type(other) not in PLAIN_TYPES or other.dtype is _FLOAT64 or other.device != device):
             return "reference"
     if not torch.compiler.is_compiling() and _functorch_level() is not None:
         return "reference"

@@ -17,13 +17,11 @@ from foak.core.patching.binding import binding_of
 from foak.fast_kernels.hooks import is_listened_to
 from foak.fast_kernels.lora.shared_input import ATTRIBUTE, SharedInput
 from foak.kernels import LoraMember, PromisedLinear, lora_gated_linear, promise_lora_linears
-from foak.kernels.backend import in_function_transform
+from foak.kernels.backend import PLAIN_TYPES, in_function_transform
 from foak.kernels.dense_weight import DenseWeight, dense_weight_of
 
 RULE = "fused_lora"
 """Name of the rule that binds `lora_forward`."""
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class Precision(NamedTuple):
@@ -79,7 +77,7 @@ def gated_forward(layer: Any, gate: Tensor, up: Tensor, activation: str) -> Tens
     binding = binding_of(layer)
     if binding is None or binding.rules != (RULE,) or _is_traced(gate):
         return None
-    if is_listened_to(layer) or gate.dtype is not up.dtype or type(up) not in _PLAIN:
+    if is_listened_to(layer) or gate.dtype is not up.dtype or type(up) not in PLAIN_TYPES:
         return None
     found = member_of(layer, gate)
     if found is None:
@@ -122,7 +120,7 @@ def _version_of(tensor: Tensor) -> int | None:
 def member_of(layer: Any, x: Tensor) -> tuple[LoraMember, Precision] | None:
     """The layer as it is now, and its precision for an input `x`; None where its own forward must run."""
     name = active_adapter(layer)
-    if name is None or type(x) not in _PLAIN or layer.disable_adapters or layer.merged:
+    if name is None or type(x) not in PLAIN_TYPES or layer.disable_adapters or layer.merged:
         return None
     base = layer.base_layer
     a, b = layer.lora_A[name], layer.lora_B[name]
@@ -130,7 +128,7 @@ def member_of(layer: Any, x: Tensor) -> tuple[LoraMember, Precision] | None:
     if any(map(_is_observed, (base, a, b, dropout))) or adapter_refusal(layer, name) is not None:
         return None
     how = dense_weight_of(base)
-    if how is None or type(a.weight) not in _PLAIN or type(b.weight) not in _PLAIN:
+    if how is None or type(a.weight) not in PLAIN_TYPES or type(b.weight) not in PLAIN_TYPES:
         return None
     if how.refusal(base) is not None or x.device != a.weight.device or x.shape[-1] != a.weight.shape[1]:
         return None

@@ -100,7 +100,7 @@ def lora_linear(
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
     """
     member = LoraMember(
-        weight=weight if callable(weight) and not isinstance(weight, Tensor) else _reader(weight),
+        weight=_reader(weight) if isinstance(weight, Tensor) else weight,
         out_features=b.shape[0],
         a=a,
         b=b,

@@ -29,19 +29,16 @@ class GatedCall(Call):
 
     def project_gated(self, gate: Tensor, up: Tensor, a: Tensor) -> None:
         """Computes h, which stays until the product has read it, and z."""
-        (member,) = self.members
-        a = a.contiguous()
-        gate, up = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
-        if self.fuses:
-            from foak.kernels.lora import gated_triton
-
-            self.x, z = gated_triton.project(
-                gate, up, self.activation, a, member.scale, member.dropout_p, self.seed, self.parts, self.rank
-            )
-            self.z = z[None]
+        if not self.fuses:
+            self.project(activate(gate, up, self.activation), [a])
             return
-        self.x = activate(gate, up, self.activation).to(self.dtype)
-        self.z = self.thin.project(self.x, [a], [member.scale], self.drops, self.seed, self.parts, self.rank)
+        from foak.kernels.lora import gated_triton
+
+        (member,) = self.members
+        gate, up = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
+        how = (member.scale, member.dropout_p, self.seed, self.parts, self.rank)
+        self.x, z = gated_triton.project(gate, up, self.activation, a.contiguous(), *how)
+        self.z = z[None]
 
 
 def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
