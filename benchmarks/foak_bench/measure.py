@@ -135,8 +135,6 @@ def measure(scenario: Scenario, scratch: Path, console: Console) -> dict[str, An
         job.framework.restore()
     job.trainer.accelerator.free_memory()
     del job
-    if scenario.row.by == "compile":
-        torch.compiler.reset()
     _forget(device)
     return {"versions": {**report["versions"], **_peers()}, "device": report["device"], "figures": figures}
 

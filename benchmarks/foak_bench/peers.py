@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 
 from foak_bench.scenarios import Scenario, Work
 
-__all__ = ["acceleration", "compile_layers", "impossible", "load_unsloth", "process_kind", "targets"]
+__all__ = ["acceleration", "compile_layers", "impossible", "left_as_found", "load_unsloth", "process_kind", "targets"]
 
 _QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -42,9 +45,36 @@ def impossible(scenario: Scenario, devices: int) -> str | None:
 
 
 def process_kind(scenario: Scenario) -> str:
-    """Scenarios of one kind may follow each other in one process: plain and foak leave nothing behind in it."""
-    by = "ours" if scenario.row.by in ("plain", "foak") else scenario.row.by
+    """Scenarios of one kind may follow each other in one process: unsloth alone leaves something behind in it."""
+    by = "unsloth" if scenario.row.by == "unsloth" else "others"
     return f"{by}, {scenario.work.gpus} processes"
+
+
+@contextlib.contextmanager
+def left_as_found(scenario: Scenario) -> Iterator[None]:
+    """Puts back what a peer changes outside its model, so that the next row of the process is its own.
+
+    Liger exchanges names in the module of the architecture and may exchange PyTorch's cross entropy; torch.compile
+    keeps what it compiled.
+    """
+    kind = scenario.geometry["type"]
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    names = dict(vars(module))
+    classes = [found for found in names.values() if isinstance(found, type) and "forward" in vars(found)]
+    forwards = {found: vars(found)["forward"] for found in classes}
+    cross_entropy = torch.nn.functional.cross_entropy
+    try:
+        yield
+    finally:
+        for added in vars(module).keys() - names.keys():
+            delattr(module, added)
+        vars(module).update(names)
+        for found, forward in forwards.items():
+            if vars(found)["forward"] is not forward:
+                found.forward = forward
+        torch.nn.functional.cross_entropy = cross_entropy
+        if scenario.row.by == "compile":
+            torch.compiler.reset()
 
 
 def targets(work: Work) -> list[str]:

@@ -36,14 +36,18 @@ class Due:
 def in_order(scenarios: Sequence[Scenario], repeats: int) -> Iterator[Due]:
     """Group by group; within one, repeat by repeat, so that a machine that slows down slows every row of it.
 
-    A check is run once, with the first repeat: its losses do not depend on time.
+    A check is run once, with the first repeat: its losses do not depend on time. So is a row that says so.
     """
     for _, members in itertools.groupby(scenarios, key=lambda scenario: scenario.group):
         rows = list(members)
         for repeat in range(repeats):
             for scenario in rows:
-                if repeat == 0 or not scenario.check:
+                if repeat < _repeats_of(scenario, repeats):
                     yield Due(scenario, repeat)
+
+
+def _repeats_of(scenario: Scenario, repeats: int) -> int:
+    return 1 if scenario.check or scenario.row.once else repeats
 
 
 class Runner:
@@ -90,7 +94,7 @@ class Runner:
             if scenario.name not in self.records:
                 self.records[scenario.name] = self._start_record(scenario, again=again)
             record = self.records[scenario.name]
-            if record.status != SKIPPED and not record.finished(1 if scenario.check else item.repeat + 1):
+            if record.status != SKIPPED and not record.finished(item.repeat + 1):
                 due.append(item)
         return due
 

@@ -3,7 +3,8 @@
 A set holds groups. A group names the work (every field that is a list is an axis of a matrix, so a group may stand for
 several works) and the rows that do this work: `plain`, `compile`, `liger`, `unsloth`, `foak` (every kernel),
 `foak:NAME+NAME` (these alone), `foak:each` (one row for each kernel alone) and `foak:none` (a quantized base's loader
-alone). `all` stands for every kernel beside a plugin: `foak:all+padding_free`. `check` changes the work, mostly to a
+alone). `all` stands for every kernel beside a plugin: `foak:all+padding_free`. A row written `NAME, once` is left out
+of all repeats but the first. `check` changes the work, mostly to a
 smaller one, for the runs whose losses are held against one in float32.
 """
 
@@ -105,12 +106,14 @@ class Row:
         by: `plain`, `compile`, `liger`, `unsloth` or `foak`.
         kernels: foak's switches, by name.
         plugins: foak's further plugins, by name.
+        once: whether it is measured in the first of several repeats alone.
     """
 
     label: str
     by: str
     kernels: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, Any] = field(default_factory=dict)
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,21 +229,29 @@ def _scenarios_of(work: Work, checked: Work | None, rows: list[Row], models: Map
 
 def _rows_of(labels: list[str], work: Work, key: str, origin: Origin) -> Iterator[Row]:
     usable = {name: on for name, on in KERNELS.items() if work.method != "full" or name != "fused_lora"}
-    for label in labels:
-        by, _, chosen = label.partition(":")
-        if by in PEERS and not chosen:
-            yield Row(by, by)
-        elif by != "foak":
-            raise origin.error(
-                key, f"holds {label!r}; a row is foak, foak:NAME+NAME, foak:each, foak:none, {', '.join(PEERS)}"
-            )
-        elif chosen == "":
-            yield Row("foak", "foak", usable)
-        elif chosen == "each":
-            for name, on in usable.items():
-                yield Row(f"foak.{name}", "foak", {name: on})
-        else:
-            yield _row_of(chosen, usable, key, origin)
+    for text in labels:
+        label, _, once = text.partition(", ")
+        if once not in ("", "once"):
+            raise origin.error(key, f"holds {text!r}; after the comma there may be 'once'")
+        for row in _row_named(label, usable, key, origin):
+            yield dataclasses.replace(row, once=bool(once))
+
+
+def _row_named(label: str, usable: Mapping[str, Any], key: str, origin: Origin) -> Iterator[Row]:
+    by, _, chosen = label.partition(":")
+    if by in PEERS and not chosen:
+        yield Row(by, by)
+    elif by != "foak":
+        raise origin.error(
+            key, f"holds {label!r}; a row is foak, foak:NAME+NAME, foak:each, foak:none, {', '.join(PEERS)}"
+        )
+    elif chosen == "":
+        yield Row("foak", "foak", usable)
+    elif chosen == "each":
+        for name, on in usable.items():
+            yield Row(f"foak.{name}", "foak", {name: on})
+    else:
+        yield _row_of(chosen, usable, key, origin)
 
 
 def _row_of(chosen: str, usable: Mapping[str, Any], key: str, origin: Origin) -> Row:

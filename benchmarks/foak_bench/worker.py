@@ -34,6 +34,7 @@ def main(job_file: Path) -> None:
 
     from foak.core.errors import ConfigError, UnsupportedError
     from foak_bench.measure import measure
+    from foak_bench.peers import left_as_found
 
     for index, scenario in enumerate(scenarios):
         if torch.cuda.is_available() and torch.cuda.memory_allocated() > _LEFTOVER_BYTES:
@@ -41,7 +42,8 @@ def main(job_file: Path) -> None:
         _announce("start", index)
         result: dict[str, Any]
         try:
-            measured = measure(scenario, Path(job["scratch"]), Console(width=160))
+            with left_as_found(scenario):
+                measured = measure(scenario, Path(job["scratch"]), Console(width=160))
             result = {"status": "measured", **measured}
         except (ConfigError, UnsupportedError) as error:
             result = {"status": "failed", "reason": str(error)}

@@ -93,6 +93,17 @@ def test_repeats_go_round_the_rows_of_a_group(tmp_path: Path) -> None:
     ]
 
 
+def test_a_row_that_says_once_is_left_out_of_later_repeats(tmp_path: Path) -> None:
+    found = read(tmp_path, rows=["plain", "compile, once"])
+    assert [(due.scenario.row.label, due.repeat) for due in in_order(found, repeats=2)] == [
+        ("plain", 0),
+        ("compile", 0),
+        ("plain", 1),
+    ]
+    with pytest.raises(ConfigError, match="there may be 'once'"):
+        read(tmp_path, rows=["plain, twice"])
+
+
 def test_every_scenario_survives_json_and_its_plugins_are_known() -> None:
     for scenario in (scenario for chosen in read_table().sets.values() for scenario in chosen.scenarios):
         assert Scenario.from_dict(json.loads(json.dumps(scenario.to_dict()))) == scenario
