@@ -1,8 +1,9 @@
 """The row functions as Triton kernels: one program a row, one pass for the numbers, one for the gradient.
 
-Every lane keeps its own running maximum and sums, which are merged once at the end of the row: the loop has no
-reduction across threads to wait for. The maximum starts at the label's logit, so it is finite from the first column
-even where logits are minus infinity. `rows.py` says what the functions are for, the op's README the maths.
+A lane takes `PER_LANE` columns in one step along the row and keeps its own running maximum and sums, which are merged
+once at the end of the row: the loop has no reduction across threads to wait for. A step's columns are loaded during the
+step before it. The maximum starts at the label's logit, so it is finite from the first column even where logits are
+minus infinity. `rows.py` says what the functions are for, the op's README the maths.
 """
 
 import torch
@@ -19,6 +20,21 @@ from foak.kernels.launcher import Launcher, planned
 WIDEST_BLOCK = 8192
 """Columns of one step along a row: at 32 warps 8 a thread, a 16-byte load of bf16. Few programs of many threads keep
 few rows in flight, so that the second pass of `forward_rows` finds them in the L2 cache."""
+
+PER_LANE = tl.constexpr(8)
+"""Columns that a lane takes in one step: a 16-byte load of bf16."""
+
+
+@triton.jit
+def _step_columns(first, BLOCK: tl.constexpr):
+    """The columns of one step, [BLOCK / PER_LANE, PER_LANE]."""
+    return first + tl.arange(0, BLOCK // PER_LANE)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+
+
+@triton.jit
+def _load_step(row_ptr, first, vocab_size, BLOCK: tl.constexpr):
+    columns = _step_columns(first, BLOCK)
+    return tl.load(row_ptr + columns, mask=columns < vocab_size, other=0.0)
 
 
 @triton.jit
@@ -101,10 +117,11 @@ def _write_gradient(
     at_label = d_loss * (growth * (1.0 - miss) - miss + smoothing) - floor + d_log_prob * miss
     if ENTROPY:
         at_label -= d_entropy * (1.0 - miss) * (_label_log_prob(target, lse, miss) + entropy)
+    following = _load_step(logits_ptr, 0, vocab_size, BLOCK)
     for first in range(0, vocab_size, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        mask = columns < vocab_size
-        x = tl.load(logits_ptr + columns, mask=mask, other=0.0)
+        x = following
+        following = _load_step(logits_ptr, first + BLOCK, vocab_size, BLOCK)
+        columns = _step_columns(first, BLOCK)
         z, slope = _scaled_with_slope(x, logit_scale, softcap, SOFTCAP)
         log_p = z - lse
         p = tl.exp(log_p)
@@ -112,7 +129,7 @@ def _write_gradient(
         if ENTROPY:
             g -= d_entropy * tl.where(p > 0.0, p * (log_p + entropy), 0.0)
         g = tl.where(columns == label, at_label, g) * slope
-        tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=mask)
+        tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < vocab_size)
 
 
 @triton.jit(do_not_specialize=["out_stride", "ignore_index"])
@@ -159,34 +176,35 @@ def _forward_kernel(
     label = tl.where(in_vocabulary, label, 0)
     target = _scaled(tl.load(logits_ptr + label), logit_scale, softcap, SOFTCAP)
 
-    peaks = tl.full([BLOCK], 0.0, tl.float32) + tl.maximum(target, -3.0e38)
-    others = tl.zeros([BLOCK], tl.float32)  # sum of exp(z - peak) over the columns that are not the label
-    moments = tl.zeros([BLOCK], tl.float32)  # of exp(z - peak) * (z - peak)
-    squares = tl.zeros([BLOCK], tl.float32)  # of exp(z - peak)^2
-    totals = tl.zeros([BLOCK], tl.float32)  # of z, over all columns
-    ahead = tl.zeros([BLOCK], tl.int32)  # columns that argmax would prefer to the label
+    LANES: tl.constexpr = BLOCK // PER_LANE
+    peaks = tl.full([LANES], 0.0, tl.float32) + tl.maximum(target, -3.0e38)
+    others = tl.zeros([LANES], tl.float32)  # sum of exp(z - peak) over the columns that are not the label
+    moments = tl.zeros([LANES], tl.float32)  # of exp(z - peak) * (z - peak)
+    squares = tl.zeros([LANES], tl.float32)  # of exp(z - peak)^2
+    totals = tl.zeros([LANES], tl.float32)  # of z, over all columns
+    ahead = tl.zeros([LANES], tl.int32)  # columns that argmax would prefer to the label
+    following = _load_step(logits_ptr, 0, vocab_size, BLOCK)
     for first in range(0, vocab_size, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
+        x = following
+        following = _load_step(logits_ptr, first + BLOCK, vocab_size, BLOCK)
+        columns = _step_columns(first, BLOCK)
         mask = columns < vocab_size
-        z = _scaled(tl.load(logits_ptr + columns, mask=mask, other=0.0), logit_scale, softcap, SOFTCAP)
+        z = _scaled(x, logit_scale, softcap, SOFTCAP)
         if SMOOTHING or MEAN >= 0:
-            totals += tl.where(mask, z, 0.0)
+            totals += tl.sum(tl.where(mask, z, 0.0), axis=1)
         z = tl.where(mask, z, float("-inf"))
         if TOP1 >= 0:
-            ahead += tl.where((z > target) | ((z == target) & (columns < label)), 1, 0)
-        # Of exp(peaks - risen) and exp(z - risen) one is exp(0): a single exponential serves both.
-        rises = z > peaks
-        risen = tl.where(rises, z, peaks)
-        below = tl.exp(-tl.abs(peaks - z))
-        decay = tl.where(rises, below, 1.0)
-        term = tl.where(columns == label, 0.0, tl.where(rises, 1.0, below))
+            ahead += tl.sum(tl.where((z > target) | ((z == target) & (columns < label)), 1, 0), axis=1)
+        risen = tl.maximum(peaks, tl.max(z, axis=1))
+        decay = tl.exp(peaks - risen)
+        gap = z - risen[:, None]
+        term = tl.where(columns == label, 0.0, tl.exp(gap))
         if ENTROPY >= 0:
-            gap = z - risen
             gap = tl.where(gap < -1000.0, -1000.0, gap)  # exp is 0 there, and 0 * gap is to be 0; a NaN stays a NaN
-            moments = decay * (moments + others * (peaks - risen)) + term * gap
+            moments = decay * (moments + others * (peaks - risen)) + tl.sum(term * gap, axis=1)
         if LOG_SUM_SQ >= 0:
-            squares = decay * decay * squares + term * term
-        others = decay * others + term
+            squares = decay * decay * squares + tl.sum(term * term, axis=1)
+        others = decay * others + tl.sum(term, axis=1)
         peaks = risen
 
     peak = tl.max(peaks, axis=0)
