@@ -29,7 +29,8 @@ class NotReleasable(Exception):
 
 def git(*arguments: str, root: Path = ROOT) -> str:
     """What a git command prints."""
-    return subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def tags() -> set[str]:

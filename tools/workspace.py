@@ -77,6 +77,13 @@ class Package:
         return str(line[len(sibling) :])
 
 
+def _name(requirement: str) -> str:
+    found = _NAME.match(requirement)
+    if found is None:
+        raise ValueError(f"{requirement!r} names no package")
+    return found[0]
+
+
 def discover(root: Path) -> dict[str, Package]:
     """The packages below a root by name, each after the siblings that it requires."""
     found: dict[str, Package] = {}
@@ -162,10 +169,3 @@ def package_of_tag(tag: str) -> tuple[Package, str]:
     if found is None or found["name"] not in PACKAGES:
         raise ValueError(f"{tag!r} is no tag of a release: PACKAGE-vVERSION, with {', '.join(PACKAGES)}")
     return PACKAGES[found["name"]], found["version"]
-
-
-def _name(requirement: str) -> str:
-    found = _NAME.match(requirement)
-    if found is None:
-        raise ValueError(f"{requirement!r} names no package")
-    return found[0]
