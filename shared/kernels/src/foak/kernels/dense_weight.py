@@ -45,12 +45,17 @@ def dense_weight_of(layer: nn.Module) -> DenseWeight | None:
 
     `torch.nn.Linear` serves itself and no subclass: what a subclass does with its weight is its own affair.
     """
-    if type(layer) is nn.Linear:
+    return _of_type(type(layer))
+
+
+@functools.cache
+def _of_type(kind: type) -> DenseWeight | None:
+    if kind is nn.Linear:
         return _LINEAR
-    for kind in type(layer).__mro__:
-        if kind is nn.Linear:
+    for base in kind.__mro__:
+        if base is nn.Linear:
             return None
-        found = _declared(f"{kind.__module__}.{kind.__qualname__}")
+        found = _declared(f"{base.__module__}.{base.__qualname__}")
         if found is not None:
             return found
     return None
@@ -65,8 +70,14 @@ def _declared(name: str) -> DenseWeight | None:
 
 
 def _decode_linear(layer: nn.Module, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    weight = cast(Tensor, layer.weight).detach()
-    return weight.to(dtype) if out is None else out.copy_(weight)
+    weight = layer._parameters.get("weight")  # a third of the time that `layer.weight` takes
+    if weight is None:  # FSDP keeps it as a plain attribute
+        weight = cast(Tensor, layer.weight)
+    if weight.requires_grad:
+        weight = weight.detach()
+    if out is not None:
+        return out.copy_(weight)
+    return weight if weight.dtype is dtype else weight.to(dtype)
 
 
 _LINEAR = DenseWeight(
