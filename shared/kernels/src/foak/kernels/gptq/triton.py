@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foak.kernels.launch import on_device_of
+from foak.kernels.launcher import Launcher, planned
+
+WARPS = 4
 
 _TILE, _UNIT, _INPUT = 0, 1, 2
 
@@ -155,31 +157,42 @@ def dequantize(
     out_features, in_features = out.shape
     if out.numel() == 0:
         return
-    scales_by, block_k, block_n = _tile(bits, None if g_idx is not None else group_size)
-    programs = triton.cdiv(in_features, block_k) * triton.cdiv(out_features, block_n)
+    by_input = g_idx is not None
+    plan = _plan(out_features, in_features, bits, None if by_input else group_size, by_input)
     qweight, qzeros, scales = qweight.contiguous(), qzeros.contiguous(), scales.contiguous()
-    with on_device_of(out):
-        _dequantize_kernel[(programs,)](
-            qweight,
-            qzeros,
-            scales,
-            qweight if g_idx is None else g_idx.contiguous(),
-            out,
-            in_features,
-            out_features,
-            scales.shape[0],
-            group_size or 1,
-            qzeros.shape[1],
-            out.stride(0),
-            zero_offset,
-            BITS=bits,
-            SCALES_BY=scales_by,
-            HAS_G_IDX=g_idx is not None,
-            EVEN=in_features % block_k == 0 and out_features % block_n == 0,
-            BLOCK_K=block_k,
-            BLOCK_N=block_n,
-            num_warps=4,
-        )
+    tensors = (qweight, qzeros, scales, qweight if g_idx is None else g_idx.contiguous(), out)
+    groups, zero_words = scales.shape[0], qzeros.shape[1]
+    launch, programs = plan
+    launch(
+        (programs,), tensors, in_features, out_features, groups, group_size or 1, zero_words, out.stride(0), zero_offset
+    )
+
+
+@planned
+def _plan(
+    out_features: int, in_features: int, bits: int, group_size: int | None, by_input: bool
+) -> tuple[Launcher, int]:
+    """What launches the decoding of a weight of these sizes, and in how many programs."""
+    scales_by, block_k, block_n = _tile(bits, group_size)
+    even = in_features % block_k == 0 and out_features % block_n == 0
+    programs = -(-in_features // block_k) * -(-out_features // block_n)
+    return _launcher(bits, scales_by, by_input, even, block_k, block_n, WARPS), programs
+
+
+@planned
+def _launcher(
+    bits: int, scales_by: int, by_input: bool, even: bool, block_k: int, block_n: int, warps: int
+) -> Launcher:
+    return Launcher(
+        _dequantize_kernel,
+        num_warps=warps,
+        BITS=bits,
+        SCALES_BY=scales_by,
+        HAS_G_IDX=by_input,
+        EVEN=even,
+        BLOCK_K=block_k,
+        BLOCK_N=block_n,
+    )
 
 
 def _tile(bits: int, group_size: int | None) -> tuple[int, int, int]:

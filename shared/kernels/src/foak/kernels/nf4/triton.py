@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 WORDS = 512  # words a program
 WARPS = 4
+EVICT = "evict_first"
 
 LOOKUP = "gather"
 """How a nibble finds its value, the bits being the same; a benchmark may set it.
 
+- "shuffle": in a register of the lane whose number it is, by an instruction that has no name in Triton (NVIDIA's GPUs).
 - "gather": in the code's copy in shared memory, whose 16 values lie in 16 banks; 9.3 instructions a value on Hopper.
 - "load": in memory, of which the L1 cache keeps the code's 64 bytes; 10.5 instructions.
 - "select": a tree of 15 choices in registers; 25 instructions.
@@ -53,6 +55,46 @@ def _select(code_ptr, nibbles):
     return tl.where((nibbles & 8) != 0, tl.where(bit, q3, q2), tl.where(bit, q1, q0))
 
 
+@triton.jit
+def _shuffle(code_ptr, words):
+    """The 8 values of each word, [WORDS, 8]. Lane l holds value l % 16, so that bits above a nibble do no harm."""
+    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 lane, value, at;
+        .reg .b64 address;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 15;
+        mad.wide.u32 address, lane, 4, $9;
+        ld.global.nc.b32 value, [address];
+        shr.u32 at, $8, 4;
+        shfl.sync.idx.b32 $0, value, at, 31, -1;
+        shfl.sync.idx.b32 $1, value, $8, 31, -1;
+        shr.u32 at, $8, 12;
+        shfl.sync.idx.b32 $2, value, at, 31, -1;
+        shr.u32 at, $8, 8;
+        shfl.sync.idx.b32 $3, value, at, 31, -1;
+        shr.u32 at, $8, 20;
+        shfl.sync.idx.b32 $4, value, at, 31, -1;
+        shr.u32 at, $8, 16;
+        shfl.sync.idx.b32 $5, value, at, 31, -1;
+        shr.u32 at, $8, 28;
+        shfl.sync.idx.b32 $6, value, at, 31, -1;
+        shr.u32 at, $8, 24;
+        shfl.sync.idx.b32 $7, value, at, 31, -1;
+        }
+        """,
+        "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,l",
+        [words, code_ptr],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.reshape(tl.join(even, odd), [words.shape[0], 8])
+
+
 @triton.jit(do_not_specialize=["numel"])
 def _decode_kernel(
     packed_ptr,  # [ceil(numel / NIBBLES)] words, seen as any dtype
@@ -65,14 +107,17 @@ def _decode_kernel(
     numel,
     COLUMNS: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
-    BLOCKSIZE: tl.constexpr,
+    BLOCK_SHIFT: tl.constexpr,  # a block has 2**BLOCK_SHIFT words
     NESTED: tl.constexpr,
     NESTED_BLOCKSIZE: tl.constexpr,
+    PROGRAMS_A_GROUP: tl.constexpr,  # how many programs one nested scale serves, 0 where that is no whole number
     NIBBLES: tl.constexpr,
+    EVEN: tl.constexpr,  # every program has all its words
     FLAT: tl.constexpr,
     WIDE: tl.constexpr,
     LOOKUP: tl.constexpr,
     WORDS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     program = tl.program_id(0)
     if WIDE:
@@ -82,24 +127,29 @@ def _decode_kernel(
     words = tl.max_contiguous(program * WORDS + tl.arange(0, WORDS), 1)
     inside = tl.arange(0, NIBBLES)
     first = words * NIBBLES
-    mask = first < numel
+    mask = None if EVEN else first < numel
     WORD: tl.constexpr = tl.pointer_type(tl.int32 if NIBBLES == 8 else tl.uint8)
-    packed = tl.load(packed_ptr.to(WORD) + words, mask=mask, other=0, eviction_policy="evict_first").to(tl.int32)
+    packed = tl.load(packed_ptr.to(WORD) + words, mask=mask, eviction_policy=EVICT).to(tl.int32)
 
-    block = first // BLOCKSIZE
+    block = words >> BLOCK_SHIFT
     if NESTED:
-        index = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
-        group = tl.load(nested_absmax_ptr + block // NESTED_BLOCKSIZE, mask=mask, other=0.0)
+        if PROGRAMS_A_GROUP > 0:
+            group = tl.load(nested_absmax_ptr + program // PROGRAMS_A_GROUP)
+        else:
+            group = tl.load(nested_absmax_ptr + block // NESTED_BLOCKSIZE, mask=mask)
+        index = tl.load(absmax_ptr + block, mask=mask, other=None if EVEN else 0).to(tl.int32)
         # A product and then a sum, each rounded: fused into one operation they would have other bits. The maximum keeps
         # every compiler from fusing them; an option of the launch would be lost under torch.compile.
         product = tl.maximum(tl.load(nested_code_ptr + index) * group, float("-inf"))
         scale = product + tl.load(offset_ptr)
     else:
-        scale = tl.load(absmax_ptr + block, mask=mask, other=0.0)
+        scale = tl.load(absmax_ptr + block, mask=mask)
 
     # The first value of a byte is its upper half: 4, 0, 12, 8, ...
     nibbles = (packed[:, None] >> ((inside ^ 1) * 4)[None, :]) & 15
-    if LOOKUP == "gather":
+    if LOOKUP == "shuffle" and NIBBLES == 8:
+        values = _shuffle(code_ptr, packed)
+    elif LOOKUP == "gather":
         flat = tl.gather(tl.load(code_ptr + tl.arange(0, 16)), tl.reshape(nibbles, [WORDS * NIBBLES]), 0)
         values = tl.reshape(flat, [WORDS, NIBBLES])
     elif LOOKUP == "select":
@@ -119,7 +169,7 @@ def _decode_kernel(
         offsets = row.to(tl.int64) * OUT_STRIDE + (elements - row * COLUMNS)
     if COLUMNS % NIBBLES == 0:
         # A word ends inside its row, and so inside the tensor.
-        tl.store(out_ptr + offsets, values, mask=mask[:, None])
+        tl.store(out_ptr + offsets, values, mask=None if EVEN else mask[:, None])
     else:
         tl.store(out_ptr + offsets, values, mask=elements < numel)
 
@@ -131,12 +181,15 @@ def _plan(
     blocksize: int,
     nested_blocksize: int,
     nibbles: int,
+    even: bool,
     wide: bool,
     lookup: str,
     words: int,
     warps: int,
+    evict: str,
 ) -> Launcher:
     """What launches the decoding. `out_stride` is 0 for a flat result, `nested_blocksize` 0 for plain scales."""
+    group = blocksize * nested_blocksize
     return Launcher(
         _decode_kernel,
         num_warps=warps,
@@ -144,14 +197,17 @@ def _plan(
         COLUMNS=columns if out_stride else gcd(columns, nibbles),
         # A constant, so that a stride that is a multiple of 8 and not of 16 is stored in 16 bytes too.
         OUT_STRIDE=out_stride,
-        BLOCKSIZE=blocksize,
+        BLOCK_SHIFT=(blocksize // nibbles).bit_length() - 1,
         NESTED=nested_blocksize > 0,
         NESTED_BLOCKSIZE=max(nested_blocksize, 1),
+        PROGRAMS_A_GROUP=0 if group % (nibbles * words) else group // (nibbles * words),
         NIBBLES=nibbles,
+        EVEN=even,
         FLAT=out_stride == 0,
         WIDE=wide,
         LOOKUP=lookup,
         WORDS=words,
+        EVICT=evict,
     )
 
 
@@ -177,7 +233,8 @@ def decode(
         second = (_dense(nested.absmax), _dense(nested.code), nested.offset)
         tensors, group = (packed, scales, _dense(code), *second, out), nested.blocksize
     stride = 0 if out.is_contiguous() else out.stride(0)
-    launch = _plan(out.shape[-1], stride, blocksize, group, nibbles, numel > 2**30, LOOKUP, WORDS, WARPS)
+    even = numel % (nibbles * WORDS) == 0
+    launch = _plan(out.shape[-1], stride, blocksize, group, nibbles, even, numel > 2**30, LOOKUP, WORDS, WARPS, EVICT)
     launch((-(-numel // (nibbles * WORDS)),), tensors, numel)
 
 
