@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 if str(HERE) not in sys.path:  # loaded by its path, as a test does
     sys.path.insert(0, str(HERE))
 
+from foak_bench.ragged import ragged_table  # noqa: E402
 from foak_bench.records import Record, load_results  # noqa: E402
 from foak_bench.tables import full_table, kernel_contribution_table, lora_table, markdown  # noqa: E402
 
@@ -26,9 +27,14 @@ HOST_BUDGET = {"forward": 40, "backward": 60, "both": 100}
 """Microseconds that one eager call may cost on the host."""
 
 
-def training_results() -> dict[str, dict[str, Record]]:
-    """The records of every GPU: the folders below `results/`, by name."""
-    return {folder.name: load_results(folder) for folder in sorted(RESULTS.iterdir()) if folder.is_dir()}
+RAGGED = "-ragged"
+"""Ends the names of folders of results on ragged data, and on the dense batches that were measured beside them."""
+
+
+def training_results(*, ragged: bool = False) -> dict[str, dict[str, Record]]:
+    """The records of every GPU: the folders below `results/`, by name; those of ragged data or the others."""
+    folders = (folder for folder in sorted(RESULTS.iterdir()) if folder.is_dir())
+    return {folder.name: load_results(folder) for folder in folders if folder.name.endswith(RAGGED) is ragged}
 
 
 def kernel_table(result: dict[str, Any]) -> str:
@@ -89,6 +95,7 @@ def _kernel_result() -> dict[str, Any]:
 TABLES: dict[str, Callable[[], str]] = {
     "full fine-tuning": lambda: full_table(training_results()),
     "lora": lambda: lora_table(training_results()),
+    "ragged": lambda: ragged_table(training_results(ragged=True)),
     "one kernel at a time": lambda: kernel_contribution_table(training_results()),
     "kernels": lambda: kernel_table(_kernel_result()),
     "host": lambda: host_table(_kernel_result()),

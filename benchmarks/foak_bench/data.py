@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foak_bench.lengths import DISTRIBUTIONS
 from foak_bench.scenarios import Work
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ __all__ = ["make_tokenizer", "write_data"]
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _MOST_WORDS = 32000
-# Ragged lengths: the median and the spread (of the logarithm) of instruction data, with a tail up to the limit.
-_MEDIAN_LENGTH, _LENGTH_SPREAD = 200, 1.0
+# Rows that fill their batches by tokens choose among this many times what they train, so that the last batches of an
+# epoch, which stay part empty, are seldom among them.
+_CHOICE = 3
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -34,24 +36,39 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def write_data(path: Path, work: Work, vocab_size: int) -> None:
-    """Writes one text for each sequence of the run: four steps' worth of them, over and over, so that the loss falls.
+    """Writes the run's texts, one a sequence: of dense data four steps' worth, over and over, so that the loss falls.
 
-    A text has a word for each token, so that TRL cuts a dense one to exactly `work.seq` tokens.
+    A text has a word for each token, so that TRL cuts a dense one to exactly `work.seq` tokens. With the end of text
+    that TRL adds, a ragged one has the length that was drawn, or `work.seq`.
     """
     generator = random.Random(0)
-    per_step = work.batch * work.gpus
     words = _words(vocab_size)
-
-    def length() -> int:
-        if work.data == "dense":
-            return work.seq
-        drawn = _MEDIAN_LENGTH * generator.lognormvariate(0.0, _LENGTH_SPREAD)
-        return max(8, min(work.seq, round(drawn)))
-
-    distinct = [" ".join(str(generator.randrange(words)) for _ in range(length())) for _ in range(4 * per_step)]
+    texts = [" ".join(str(generator.randrange(words)) for _ in range(length)) for length in _lengths(work)]
+    count = _samples(work) if work.data == "dense" else len(texts)
     with path.open("w", encoding="utf-8") as lines:
-        for index in range((work.warmup + work.steps) * per_step):
-            lines.write(json.dumps({"text": distinct[index % len(distinct)]}) + "\n")
+        for index in range(count):
+            lines.write(json.dumps({"text": texts[index % len(texts)]}) + "\n")
+
+
+def _samples(work: Work) -> int:
+    """Samples that are trained where each step takes `work.batch` of them on each device."""
+    return (work.warmup + work.steps) * work.batch * work.gpus
+
+
+def _lengths(work: Work) -> list[int]:
+    """Words of each text that differs from the others."""
+    if work.data == "dense":
+        return [work.seq] * (4 * work.batch * work.gpus)
+    distribution = DISTRIBUTIONS[work.data]
+    samples, tokens = _samples(work), _CHOICE * (work.warmup + work.steps) * work.tokens * work.gpus
+    lengths: list[int] = []
+    total = 0
+    for length in distribution.draw(max(samples, tokens)):
+        if len(lengths) >= samples and total >= tokens:
+            break
+        lengths.append(min(work.seq, length) - 1)
+        total += lengths[-1]
+    return lengths
 
 
 def _words(vocab_size: int) -> int:

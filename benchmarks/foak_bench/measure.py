@@ -29,7 +29,8 @@ from foak.core.train.record import peak_memory_bytes, write_report
 from foak.core.train.runfile import RunFile, read_run_file
 from foak_bench.data import make_tokenizer, write_data
 from foak_bench.models import checkpoint_folder, decoded_model, make_config, random_model
-from foak_bench.peers import acceleration, compile_layers, load_unsloth, targets
+from foak_bench.peers import acceleration, attention_of, batches, compile_layers, load_unsloth, targets
+from foak_bench.quantized import quantized_model
 from foak_bench.scenarios import Scenario
 
 __all__ = ["Clock", "device_of_this_process", "measure", "spread"]
@@ -79,13 +80,14 @@ def device_of_this_process() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def measure(scenario: Scenario, scratch: Path, console: Console) -> dict[str, Any]:
+def measure(scenario: Scenario, scratch: Path, console: Console, *, quantize_here: bool = False) -> dict[str, Any]:
     """Trains one scenario.
 
     Args:
         scenario: what to train.
         scratch: a folder for checkpoints, which later scenarios find, and for what is removed at the end.
         console: where the job's own table and lines go.
+        quantize_here: make a quantized base on the device instead of loading it from a checkpoint.
 
     Returns:
         `versions` and `device` as in foak_report.json, and the `figures` of the run.
@@ -99,7 +101,7 @@ def measure(scenario: Scenario, scratch: Path, console: Console) -> dict[str, An
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        run, loaded = _prepare(scenario, Path(folder), scratch, device)
+        run, loaded = _prepare(scenario, Path(folder), scratch, device, quantize_here)
         job = Job(run, console, loaded)
         del loaded
         if scenario.row.by == "compile":
@@ -162,15 +164,18 @@ def _peers() -> dict[str, str]:
 
 
 def _prepare(
-    scenario: Scenario, folder: Path, scratch: Path, device: torch.device
+    scenario: Scenario, folder: Path, scratch: Path, device: torch.device, quantize_here: bool
 ) -> tuple[RunFile, LoadedModel | None]:
     """The run file of a scenario, and its model where the job does not load one by itself."""
     work = scenario.work
     config = make_config(scenario.geometry, work)
+    if (attention := attention_of(scenario.row)) is not None:
+        config._attn_implementation = attention
     write_data(folder / "data.jsonl", work, config.vocab_size)
     quantized = work.method in ("qlora-nf4", "gptq")
+    made_here = quantized and quantize_here and work.precision != "fp32" and scenario.row.by != "unsloth"
     checkpoint = None
-    if quantized or scenario.row.by == "unsloth":
+    if (quantized and not made_here) or scenario.row.by == "unsloth":
         checkpoint = checkpoint_folder(scenario.geometry, work, scratch, device)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(_run_content(scenario, folder, checkpoint)), encoding="utf-8")
@@ -178,6 +183,8 @@ def _prepare(
     if scenario.row.by == "unsloth":
         assert checkpoint is not None
         return run, LoadedModel(*load_unsloth(checkpoint, work))
+    if made_here:
+        return run, LoadedModel(quantized_model(config, work, device), make_tokenizer(config.vocab_size))
     if checkpoint is None:
         return run, LoadedModel(random_model(config, work, device), make_tokenizer(config.vocab_size))
     if work.precision == "fp32":
@@ -192,8 +199,7 @@ def _run_content(scenario: Scenario, folder: Path, checkpoint: Path | None) -> d
     training: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "max_steps": work.warmup + work.steps,
-        "per_device_train_batch_size": work.batch,
-        "max_length": work.seq,
+        **batches(scenario),
         "gradient_checkpointing": work.checkpointing,
         "bf16": work.precision in ("amp", "mixed"),
         "learning_rate": _LEARNING_RATE.get(work.method, _LORA_LEARNING_RATE),
@@ -218,6 +224,7 @@ def _run_content(scenario: Scenario, folder: Path, checkpoint: Path | None) -> d
         "model": {
             "name_or_path": str(checkpoint or work.model),
             "dtype": "float32" if work.precision in ("fp32", "mixed") else "bfloat16",
+            "attn_implementation": attention_of(scenario.row),
         },
         "data": {"train": str(folder / "data.jsonl")},
         "peft": None if work.method == "full" or by == "unsloth" else peft,

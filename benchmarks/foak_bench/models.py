@@ -22,10 +22,19 @@ from foak_bench.scenarios import Work
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["checkpoint_folder", "decoded_model", "make_config", "random_model"]
+__all__ = [
+    "GPTQ_BITS",
+    "GPTQ_GROUP",
+    "checkpoint_folder",
+    "decoded_model",
+    "gptq_tensors",
+    "linears",
+    "make_config",
+    "random_model",
+]
 
 _SEED = 0
-_GPTQ_BITS, _GPTQ_GROUP = 4, 128
+GPTQ_BITS, GPTQ_GROUP = 4, 128
 
 
 def make_config(geometry: Mapping[str, Any], work: Work) -> PretrainedConfig:
@@ -88,7 +97,7 @@ def decoded_model(folder: Path, config: PretrainedConfig, work: Work, device: to
     decode = _decode_nf4 if work.method == "qlora-nf4" else _decode_gptq
     with safe_open(folder / "model.safetensors", framework="pt", device=str(device)) as stored, torch.no_grad():
         keys = list(stored.keys())
-        for name, linear in _linears(model):
+        for name, linear in linears(model):
             own = [key for key in keys if key.startswith(f"{name}.")]
             linear.weight.copy_(decode({key: stored.get_tensor(key) for key in own}, name))
     return model
@@ -107,13 +116,13 @@ def _decode_nf4(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 def _decode_gptq(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     words, scales = tensors[f"{name}.qweight"], tensors[f"{name}.scales"]
-    shifts = torch.arange(0, 32, _GPTQ_BITS, device=words.device)
-    codes = (words.unsqueeze(1) >> shifts.view(1, -1, 1)) & (2**_GPTQ_BITS - 1)
-    steps = codes.reshape(-1, words.shape[1]) - 2 ** (_GPTQ_BITS - 1)
+    shifts = torch.arange(0, 32, GPTQ_BITS, device=words.device)
+    codes = (words.unsqueeze(1) >> shifts.view(1, -1, 1)) & (2**GPTQ_BITS - 1)
+    steps = codes.reshape(-1, words.shape[1]) - 2 ** (GPTQ_BITS - 1)
     return (steps * scales.float()[tensors[f"{name}.g_idx"].long()]).t()
 
 
-def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers that a quantization takes: all but the head."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
@@ -132,7 +141,7 @@ def _nf4(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any
 
     tensors: dict[str, torch.Tensor] = {}
     taken = set()
-    for name, linear in list(_linears(model)):
+    for name, linear in list(linears(model)):
         packed, state = bnb.functional.quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True)
         tensors[f"{name}.weight"] = packed.cpu()
         for key, value in state.as_dict(packed=True).items():
@@ -150,28 +159,35 @@ def _nf4(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any
     return {**tensors, **_rest(model, taken)}, settings
 
 
+def gptq_tensors(linear: nn.Linear) -> dict[str, torch.Tensor]:
+    """What a symmetric 4-bit GPTQ checkpoint stores of a layer, on its device; the weights are spread as its."""
+    out_features, in_features = linear.weight.shape
+    device = linear.weight.device
+    groups = math.ceil(in_features / GPTQ_GROUP)
+    per_word = 32 // GPTQ_BITS
+    # Random words are random codes, uniform in 0 … 15 around the zero point 8: a spread of 4.6 steps.
+    words = torch.randint(-(2**31), 2**31, (in_features // per_word, out_features), device=device)
+    scale = float(linear.weight.detach().std()) / 4.6
+    return {
+        "qweight": words.to(torch.int32),
+        "scales": torch.full((groups, out_features), scale, dtype=torch.float16, device=device),
+        # The first format stores a zero point minus one, eight of them in a word.
+        "qzeros": torch.full((groups, out_features // per_word), 0x77777777, dtype=torch.int32, device=device),
+        "g_idx": torch.arange(in_features, dtype=torch.int32, device=device) // GPTQ_GROUP,
+    }
+
+
 def _gptq(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors and settings of a symmetric 4-bit GPTQ checkpoint whose weights are spread as the model's are."""
     tensors: dict[str, torch.Tensor] = {}
     taken = set()
-    per_word = 32 // _GPTQ_BITS
-    for name, linear in list(_linears(model)):
-        out_features, in_features = linear.weight.shape
-        device = linear.weight.device
-        groups = math.ceil(in_features / _GPTQ_GROUP)
-        # Random words are random codes, uniform in 0 … 15 around the zero point 8: a spread of 4.6 steps.
-        words = torch.randint(-(2**31), 2**31, (in_features // per_word, out_features), device=device)
-        tensors[f"{name}.qweight"] = words.to(torch.int32).cpu()
-        scale = float(linear.weight.std()) / 4.6
-        tensors[f"{name}.scales"] = torch.full((groups, out_features), scale, dtype=torch.float16)
-        # The first format stores a zero point minus one, eight of them in a word.
-        tensors[f"{name}.qzeros"] = torch.full((groups, out_features // per_word), 0x77777777, dtype=torch.int32)
-        tensors[f"{name}.g_idx"] = torch.arange(in_features, dtype=torch.int32) // _GPTQ_GROUP
+    for name, linear in list(linears(model)):
+        tensors |= {f"{name}.{key}": tensor.cpu() for key, tensor in gptq_tensors(linear).items()}
         taken.add(f"{name}.weight")
     settings = {
         "quant_method": "gptq",
-        "bits": _GPTQ_BITS,
-        "group_size": _GPTQ_GROUP,
+        "bits": GPTQ_BITS,
+        "group_size": GPTQ_GROUP,
         "desc_act": False,
         "sym": True,
         "checkpoint_format": "gptq",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -11,10 +12,22 @@ from typing import Any
 
 import torch
 
-from foak_bench.scenarios import Scenario, Work
+from foak_bench.scenarios import PLUGINS, Row, Scenario, Work
 
-__all__ = ["acceleration", "compile_layers", "impossible", "left_as_found", "load_unsloth", "process_kind", "targets"]
+__all__ = [
+    "acceleration",
+    "attention_of",
+    "batches",
+    "compile_layers",
+    "impossible",
+    "left_as_found",
+    "load_unsloth",
+    "process_kind",
+    "targets",
+]
 
+_ON_OUR_LOADER = ("foak", "trl-packed")
+"""Rows that load GPTQ models by foak's loader; the others by transformers' and gptqmodel's."""
 _QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -37,7 +50,7 @@ def impossible(scenario: Scenario, devices: int) -> str | None:
     if work.method == "qlora-nf4" and importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
     loaded = work.precision != "fp32"  # otherwise the decoded weights are trained
-    if work.method == "gptq" and by != "foak" and loaded and importlib.util.find_spec("gptqmodel") is None:
+    if work.method == "gptq" and by not in _ON_OUR_LOADER and loaded and importlib.util.find_spec("gptqmodel") is None:
         return "gptqmodel is not installed: without it transformers loads no GPTQ model"
     if by == "unsloth" and work.gpus > 1:
         return "unsloth trains on one GPU"
@@ -83,14 +96,12 @@ def targets(work: Work) -> list[str]:
 
 
 def acceleration(scenario: Scenario) -> dict[str, Any] | None:
-    """The section `acceleration` of the run file; None for everyone but foak."""
-    if scenario.row.by != "foak":
+    """The section `acceleration` of the run file; None where foak has no part in a row."""
+    row, work = scenario.row, scenario.work
+    base = {"qlora-nf4": "bitsandbytes", "gptq": "auto_gptq"}.get(work.method)
+    if row.by != "foak" and not (row.by in _ON_OUR_LOADER and base == "auto_gptq"):
         return None
-    row = scenario.row
-    training: dict[str, Any] = {}
-    for plugin in row.plugins.values():
-        training |= plugin
-    base = {"qlora-nf4": "bitsandbytes", "gptq": "auto_gptq"}.get(scenario.work.method)
+    training = {section: stanza for name in row.plugins for section, stanza in _plugin(name, work).items()}
     if base is None:
         return {"plugins": {"training": {"fused_ops_and_kernels": row.kernels, **training}}}
     loader = {"quant_type": "nf4"} if base == "bitsandbytes" else {"kernel": "triton_v2", "from_quantized": True}
@@ -98,6 +109,31 @@ def acceleration(scenario: Scenario) -> dict[str, Any] | None:
     if row.kernels:
         quantization["fused_ops_and_kernels"] = {"base_layer": base, **row.kernels}
     return {"plugins": {"peft": {"quantization": quantization}, **({"training": training} if training else {})}}
+
+
+def _plugin(name: str, work: Work) -> dict[str, Any]:
+    """The stanza of a plugin under `plugins.training`, for a work."""
+    stanza: dict[str, Any] = copy.deepcopy(PLUGINS[name])
+    if name == "multipack":
+        stanza["dataloader"]["multipack"]["max_tokens"] = work.tokens
+    return stanza
+
+
+def attention_of(row: Row) -> str | None:
+    """The implementation of attention that a row's model is made with; None: transformers' choice."""
+    return "flex_attention" if row.by == "trl-packed" else None
+
+
+def batches(scenario: Scenario) -> dict[str, Any]:
+    """The fields of SFTConfig that say how batches are made.
+
+    TRL's packing fills rows of half the tokens, two of them a step, best fit first, and lays them end to end.
+    """
+    work = scenario.work
+    if scenario.row.by == "trl-packed":
+        packing = {"packing": True, "packing_strategy": "bfd"}
+        return {"per_device_train_batch_size": 2, "max_length": work.tokens // 2, **packing}
+    return {"per_device_train_batch_size": work.batch, "max_length": work.seq}
 
 
 def compile_layers(model: Any) -> None:

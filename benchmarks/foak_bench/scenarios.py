@@ -3,7 +3,8 @@
 A set holds groups. A group names the work (every field that is a list is an axis of a matrix, so a group may stand for
 several works) and the rows that do this work: `plain`, `compile`, `liger`, `unsloth`, `foak` (every kernel),
 `foak:NAME+NAME` (these alone), `foak:each` (one row for each kernel alone) and `foak:none` (a quantized base's loader
-alone). `all` stands for every kernel beside a plugin: `foak:all+padding_free`. A row written `NAME, once` is left out
+alone). `all` stands for every kernel beside a plugin: `foak:all+padding_free+multipack`. `trl-packed` is TRL's own
+packing under FlexAttention. A row written `NAME, once` is left out
 of all repeats but the first. `check` changes the work, mostly to a
 smaller one, for the runs whose losses are held against one in float32.
 """
@@ -40,10 +41,11 @@ KERNELS: dict[str, Any] = {
 
 PLUGINS: dict[str, Any] = {
     "padding_free": {"attention": {"padding_free": {"method": "huggingface"}}},
+    "multipack": {"dataloader": {"multipack": {"num_processes": 1}}},
 }
 """What else a row of foak's may name, with its stanza under `plugins.training`."""
 
-PEERS = ("plain", "compile", "liger", "unsloth")
+PEERS = ("plain", "compile", "liger", "unsloth", "trl-packed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +58,13 @@ class Work:
         method: `full`, or a LoRA on a dense base, on an NF4 base, or on a GPTQ base of 4 bits.
         precision: `bf16` weights without autocast; `amp`, the same under autocast with adapters in float32;
             `mixed`, float32 weights under autocast; `fp32`.
-        batch, seq: sequences per device and step, and their tokens (`ragged`: at most).
+        batch, seq: sequences per device and step, and their tokens (of ragged data: at most).
         checkpointing: whether every layer's activations are recomputed.
         targets: the attention's projections, or those of the MLP as well.
         rank, dropout: of the adapters.
         gpus: processes, each with its own device.
-        data: every sequence full, or lengths of a heavy-tailed distribution.
+        data: every sequence full, or lengths of a distribution of `foak_bench.lengths`.
+        tokens: per device and step at most, of ragged data in the rows that fill batches by tokens.
         steps, warmup: measured steps, after steps that are left out.
         training: further fields of SFTConfig.
     """
@@ -77,7 +80,8 @@ class Work:
     rank: int = 16
     dropout: float = 0.0
     gpus: int = 1
-    data: Literal["dense", "ragged"] = "dense"
+    data: Literal["dense", "flan", "orca-math", "alpaca"] = "dense"
+    tokens: int = 8192
     steps: int = 20
     warmup: int = 3
     training: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +96,7 @@ class Work:
         parts += [f"rank{self.rank}"] if self.method != "full" and self.rank != 16 else []
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += [self.data] if self.data != "dense" else []
+        parts += [f"{self.tokens}tokens"] if self.data != "dense" and self.tokens != 8192 else []
         parts += [f"{self.gpus}gpus"] if self.gpus > 1 else []
         parts += [f"{key}-{value}" for key, value in sorted(self.training.items())]
         return ".".join(parts)
@@ -103,7 +108,7 @@ class Row:
 
     Attributes:
         label: what it is called in tables and file names, such as `foak` or `foak.fast_loss`.
-        by: `plain`, `compile`, `liger`, `unsloth` or `foak`.
+        by: `plain`, `compile`, `liger`, `unsloth`, `trl-packed` or `foak`.
         kernels: foak's switches, by name.
         plugins: foak's further plugins, by name.
         once: whether it is measured in the first of several repeats alone.
@@ -114,6 +119,11 @@ class Row:
     kernels: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, Any] = field(default_factory=dict)
     once: bool = False
+
+    @property
+    def fills(self) -> bool:
+        """Whether it fills batches by tokens, so that its steps train other samples than those of the other rows."""
+        return self.by == "trl-packed" or "multipack" in self.plugins
 
 
 @dataclass(frozen=True)
@@ -223,7 +233,7 @@ def _scenarios_of(work: Work, checked: Work | None, rows: list[Row], models: Map
         yield Scenario(work.name, wanted, Row(FP32, "plain"), geometry, check=True)
     for row in rows:
         yield Scenario(work.name, work, row, geometry)
-        if checked is not None and checked != work:
+        if checked is not None and checked != work and not row.fills:
             yield Scenario(work.name, checked, row, geometry, check=True)
 
 

@@ -12,7 +12,18 @@ from rich.table import Table
 from foak_bench.records import DOES_NOT_FIT, Record
 from foak_bench.verdict import judge
 
-__all__ = ["full_table", "kernel_contribution_table", "lora_table", "markdown", "terminal_tables"]
+__all__ = [
+    "NONE",
+    "full_table",
+    "groups",
+    "head",
+    "kernel_contribution_table",
+    "lora_table",
+    "markdown",
+    "memory",
+    "status",
+    "terminal_tables",
+]
 
 _SHOWN = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "liger-kernel", "unsloth")
 _GIB = 2**30
@@ -22,20 +33,20 @@ Records = Mapping[str, Record]
 
 def full_table(folders: Mapping[str, Records]) -> str:
     """Full fine-tuning with and without foak, on every GPU that there are results of."""
-    return _speed_tables(folders, lambda record: record.scenario.work.method == "full" and not _one_kernel(record))
+    return _speed_tables(folders, lambda record: record.scenario.work.method == "full" and _is_whole(record))
 
 
 def lora_table(folders: Mapping[str, Records]) -> str:
     """LoRA, on dense and quantized bases, with and without foak."""
-    return _speed_tables(folders, lambda record: record.scenario.work.method != "full" and not _one_kernel(record))
+    return _speed_tables(folders, lambda record: record.scenario.work.method != "full" and _is_whole(record))
 
 
 def kernel_contribution_table(folders: Mapping[str, Records]) -> str:
     """What each kernel gives by itself, beside plain and all of them."""
-    return "\n\n".join(_kernel_tables(folders)) or _NONE
+    return "\n\n".join(_kernel_tables(folders)) or NONE
 
 
-_NONE = "There are no results for this table yet."
+NONE = "There are no results for this table yet."
 
 
 def _speed_tables(folders: Mapping[str, Records], wanted: Callable[[Record], bool]) -> str:
@@ -43,8 +54,8 @@ def _speed_tables(folders: Mapping[str, Records], wanted: Callable[[Record], boo
     for records in folders.values():
         chosen = [record for record in records.values() if not record.scenario.check and wanted(record)]
         if any(record.runs for record in chosen):
-            found.append(f"{_head(chosen)}\n\n{_speed_table(chosen, records)}")
-    return "\n\n".join(found) or _NONE
+            found.append(f"{head(chosen)}\n\n{_speed_table(chosen, records)}")
+    return "\n\n".join(found) or NONE
 
 
 def _speed_table(chosen: Sequence[Record], records: Records) -> str:
@@ -58,18 +69,18 @@ def _speed_table(chosen: Sequence[Record], records: Records) -> str:
         "loss (norm) off fp32",
     ]
     rows = []
-    for group, members in _groups(chosen):
+    for group, members in groups(chosen):
         for index, record in enumerate(members):
             cells = [f"`{group}`" if index == 0 else "", record.scenario.row.label]
             if not record.runs:
-                cells += [_status(record), "", "", "", ""]
+                cells += [status(record), "", "", "", ""]
             else:
                 step = record.step_seconds
                 cells += [
                     _strong(f"{record.tokens_per_second:,.0f}", record),
                     _gain(record, records),
                     f"{step['median']:.3f} ({step['p10']:.3f} – {step['p90']:.3f})",
-                    _memory(record),
+                    memory(record),
                     str(judge(record, records)),
                 ]
             rows.append(cells)
@@ -87,17 +98,17 @@ def _kernel_tables(folders: Mapping[str, Records]) -> Iterator[str]:
         "loss (norm) off fp32",
     ]
     for records in folders.values():
-        groups = {r.scenario.group for r in records.values() if _one_kernel(r) and r.runs and not r.scenario.check}
+        works = {r.scenario.group for r in records.values() if _one_kernel(r) and r.runs and not r.scenario.check}
         chosen = [
             record
             for record in records.values()
-            if record.scenario.group in groups
+            if record.scenario.group in works
             and not record.scenario.check
             and (_one_kernel(record) or record.scenario.row.label in ("plain", "foak"))
             and record.runs
         ]
         rows = []
-        for group, members in _groups(chosen):
+        for group, members in groups(chosen):
             for index, record in enumerate(members):
                 label = record.scenario.row.label
                 name = {"plain": "none", "foak": "all"}.get(label, label.removeprefix("foak."))
@@ -115,14 +126,14 @@ def _kernel_tables(folders: Mapping[str, Records]) -> Iterator[str]:
                     ]
                 )
         if rows:
-            yield f"{_head(chosen)}\n\n{markdown(header, rows)}"
+            yield f"{head(chosen)}\n\n{markdown(header, rows)}"
 
 
 def terminal_tables(records: Records) -> Group:
     """A table for each work, with the figures of each row or the reason why it has none."""
     tables = []
     chosen = [record for record in records.values() if not record.scenario.check]
-    for group, members in _groups(chosen):
+    for group, members in groups(chosen):
         header = (
             "by",
             "tokens/s",
@@ -142,7 +153,7 @@ def terminal_tables(records: Records) -> Group:
                     _gain(record, records),
                     f"{step['median']:.3f}",
                     f"{step['p10']:.3f} – {step['p90']:.3f}",
-                    _memory(record),
+                    memory(record),
                     str(judge(record, records)),
                 ]
                 table.add_row(label, *map(escape, cells))
@@ -158,7 +169,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _groups(chosen: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
+def groups(chosen: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
     """The rows of each work: plain first, the others, foak's last."""
 
     def order(record: Record) -> tuple[str, int, str]:
@@ -167,6 +178,11 @@ def _groups(chosen: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
 
     for group, members in itertools.groupby(sorted(chosen, key=order), key=lambda record: record.scenario.group):
         yield group, list(members)
+
+
+def _is_whole(record: Record) -> bool:
+    """Whether it trains dense batches, and not by one kernel alone."""
+    return record.scenario.work.data == "dense" and not _one_kernel(record)
 
 
 def _one_kernel(record: Record) -> bool:
@@ -183,12 +199,12 @@ def _gain(record: Record, records: Records) -> str:
     return f"{record.tokens_per_second / plain.tokens_per_second - 1:+.1%}"
 
 
-def _memory(record: Record) -> str:
+def memory(record: Record) -> str:
     held = record.reserved_bytes
     return f"{record.peak_bytes / _GIB:.1f}" + ("" if held is None else f" ({held / _GIB:.1f})")
 
 
-def _status(record: Record) -> str:
+def status(record: Record) -> str:
     return record.status if record.status == DOES_NOT_FIT else f"{record.status}: {record.reason}"
 
 
@@ -196,7 +212,7 @@ def _strong(text: str, record: Record) -> str:
     return f"**{text}**" if record.scenario.row.label == "foak" else text
 
 
-def _head(chosen: Sequence[Record]) -> str:
+def head(chosen: Sequence[Record]) -> str:
     """GPU, versions, and how often each row was measured."""
     measured = [record for record in chosen if record.runs]
     devices = _values(f"{r.device['processes']} × {r.device['name']}" for r in measured)

@@ -57,7 +57,10 @@ def judge(record: Record, records: Mapping[str, Record]) -> Verdict:
         record: a timed row.
         records: all records of its run, by name.
     """
-    group, label = record.scenario.group, record.scenario.row.label
+    group, row = record.scenario.group, record.scenario.row
+    label = row.label.replace("+multipack", "")  # which changes who meets in a batch, and nothing of what is computed
+    if row.by == "trl-packed":
+        return Verdict(None, reason="trains other samples at each step")
     precise = _measured(records, group, FP32, check=True)
     if precise is None:
         return Verdict(None, reason="no float32 run")

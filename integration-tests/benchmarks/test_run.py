@@ -178,7 +178,7 @@ def test_a_set_or_filter_that_names_nothing_is_refused(
     assert main(["--set", "smoky", "--out", str(tmp_path)]) == 2
     assert main(["--set", "smoke", "--filter", "loar", "--out", str(tmp_path)]) == 2
     printed = capsys.readouterr().out
-    assert "there is no 'smoky'; there are smoke, h200, full" in " ".join(printed.split())
+    assert "there is no 'smoky'; there are smoke, h200, ragged, full" in " ".join(printed.split())
     assert "no scenario is named like 'loar'" in " ".join(printed.split())
 
 
