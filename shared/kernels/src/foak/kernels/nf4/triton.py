@@ -167,9 +167,11 @@ def _decode_kernel(
     else:
         row = elements // COLUMNS
         offsets = row.to(tl.int64) * OUT_STRIDE + (elements - row * COLUMNS)
-    if COLUMNS % NIBBLES == 0:
+    if EVEN:
+        tl.store(out_ptr + offsets, values)
+    elif COLUMNS % NIBBLES == 0:
         # A word ends inside its row, and so inside the tensor.
-        tl.store(out_ptr + offsets, values, mask=None if EVEN else mask[:, None])
+        tl.store(out_ptr + offsets, values, mask=(first < numel)[:, None])
     else:
         tl.store(out_ptr + offsets, values, mask=elements < numel)
 
