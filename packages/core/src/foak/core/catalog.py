@@ -25,6 +25,7 @@ _KERNELS = ("fast_loss", "fast_rms_layernorm", "fast_rope_embeddings", "fast_act
 
 SECTIONS: Mapping[str, Provided] = {
     "training.fused_ops_and_kernels": Provided("foak-fast-kernels", _KERNELS),
+    "training.activation_checkpointing": Provided("foak-fast-kernels", ("budget",)),
     "training.attention.padding_free": Provided("foak-padding-free", ("method", "attention")),
     "training.dataloader.multipack": Provided("foak-padding-free", ("num_processes", "max_tokens")),
     "peft.quantization.auto_gptq": Provided("foak-quantized-peft", ("kernel", "from_quantized", "use_external_lib")),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from foak.core import AccelerationPlugin, UnsupportedError
-from foak.core.plugin import Key
+from foak.core import AccelerationPlugin, ConfigError, UnsupportedError
+from foak.core.plugin import Key, Section
+from foak.fast_kernels.checkpointing import limit, setup
 from foak.fast_kernels.lora.shared_input import ATTRIBUTE as SHARED_INPUT
 from foak.fast_kernels.loss.head import LAZY_WITHOUT_LABELS
 from foak.fast_kernels.loss.label_smoothing import FusedLabelSmoother
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _TRAINING = "training.fused_ops_and_kernels"
 _QUANTIZED = "peft.quantization.fused_ops_and_kernels"
+_CHECKPOINTING = "training.activation_checkpointing"
+_KERNELS = (_TRAINING, _QUANTIZED)
 _SWITCH = (True, False, "auto")
 _WITHOUT_LOGITS = ("fused_linear", "fused_ce_liger", "auto")
 
@@ -28,7 +31,7 @@ class FastKernelsPlugin(AccelerationPlugin):
     """
 
     name: ClassVar[str] = "fast-kernels"
-    any_of: ClassVar[tuple[str, ...]] = (_TRAINING, _QUANTIZED)
+    any_of: ClassVar[tuple[str, ...]] = (*_KERNELS, _CHECKPOINTING)
     order: ClassVar[int] = 200
     keys: ClassVar[tuple[Key, ...]] = (
         Key(
@@ -36,13 +39,38 @@ class FastKernelsPlugin(AccelerationPlugin):
             (True, False, "auto", "fused_linear", "fused_ce_liger"),
             "true: fast cross entropy over real logits; fused_linear (or fused_ce_liger): no logits at all",
             False,
+            _KERNELS,
         ),
-        Key("fast_rms_layernorm", _SWITCH, "RMSNorm and LayerNorm", False),
-        Key("fast_rope_embeddings", _SWITCH, "rotary position embedding", False),
-        Key("fast_activation", _SWITCH, "SwiGLU and GeGLU of gated MLPs", False),
-        Key("fused_lora", _SWITCH, "LoRA layers: base and adapter in one product, rounded once", False),
+        Key("fast_rms_layernorm", _SWITCH, "RMSNorm and LayerNorm", False, _KERNELS),
+        Key("fast_rope_embeddings", _SWITCH, "rotary position embedding", False, _KERNELS),
+        Key("fast_activation", _SWITCH, "SwiGLU and GeGLU of gated MLPs", False, _KERNELS),
+        Key("fused_lora", _SWITCH, "LoRA layers: base and adapter in one product, rounded once", False, _KERNELS),
         Key("base_layer", ("bitsandbytes", "auto_gptq"), "the quantization of the base", None, under=(_QUANTIZED,)),
+        Key(
+            "budget",
+            (float, str),
+            "GiB that a step may allocate: layers keep their activations as far as it reaches; auto: at no cost",
+            under=(_CHECKPOINTING,),
+        ),
     )
+
+    @classmethod
+    def from_config(cls, section: Section) -> Self:
+        """Check the budget.
+
+        Raises:
+            ConfigError: it is no amount of memory.
+        """
+        budget = section.get("budget")
+        if budget is not None:
+            try:
+                limit.parse_limit(budget)
+            except ValueError as error:
+                where = section.source or "configuration"
+                raise ConfigError(
+                    f"{where}: {section.key('budget')} is {budget!r}; allowed: {limit.ALLOWED}"
+                ) from error
+        return cls(section)
 
     def augment(self, model: nn.Module, train_args: Any, peft_config: Any) -> None:
         """Add the rules of every kernel that is switched on."""
@@ -65,9 +93,14 @@ class FastKernelsPlugin(AccelerationPlugin):
                 self.patcher.add(rule)
             for layer, group in lora.shared_inputs(model):
                 self.patcher.set_attribute(layer, SHARED_INPUT, group)
+        if self._get("budget") is not None:
+            amount = limit.parse_limit(self._get("budget"))
+            setup.add_budget(self.patcher, model, train_args, amount, self.section.key("budget"))
 
     def prepare(self, trainer: Any) -> None:
         """Serve label smoothing and a loss function of the user's, which compute the loss from the model's logits."""
+        if self._get("budget") is not None:
+            setup.check_trainer(trainer, self.section.key("budget"))
         if self._get("fast_loss") not in _WITHOUT_LOGITS:
             return
         smoother = getattr(trainer, "label_smoother", None)

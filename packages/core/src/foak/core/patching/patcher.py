@@ -54,6 +54,7 @@ class ModelPatcher:
         self.report = PatchReport()
         self._bound: list[tuple[nn.Module, bindings.Binding]] = []
         self._attributes: list[tuple[Any, str, Any, Any]] = []
+        self._undo: list[Callable[[], None]] = []
         self._verdicts: dict[Hashable, Verdict] = {}
         self._rebound: dict[Hashable, Callable[..., Any]] = {}
 
@@ -105,8 +106,14 @@ class ModelPatcher:
         self._attributes.append((owner, name, owner.__dict__.get(name, _ABSENT), value))
         setattr(owner, name, value)
 
+    def on_restore(self, undo: Callable[[], None]) -> None:
+        """Have `restore` call a function, for what is neither a forward nor a fixed attribute (a hook)."""
+        self._undo.append(undo)
+
     def restore(self) -> None:
         """Take everything off, last first. What others have wrapped since stays theirs, and passes through ours."""
+        while self._undo:
+            self._undo.pop()()
         while self._attributes:
             owner, name, before, ours = self._attributes.pop()
             if owner.__dict__.get(name, _ABSENT) is not ours:

@@ -1,0 +1,1 @@
+"""The activation budget: the last layers keep their activations, instead of computing them again, as memory allows."""
