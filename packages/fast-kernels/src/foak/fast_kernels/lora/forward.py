@@ -18,6 +18,8 @@ from foak.fast_kernels.hooks import is_listened_to
 from foak.fast_kernels.lora.shared_input import ATTRIBUTE, SharedInput
 from foak.kernels import LoraMember, PromisedLinear, lora_gated_linear, promise_lora_linears
 from foak.kernels.backend import PLAIN_TYPES, in_function_transform
+from foak.kernels.decode_once import ATTRIBUTE as KEEPER
+from foak.kernels.decode_once import Keeper
 from foak.kernels.dense_weight import DenseWeight, dense_weight_of
 
 RULE = "fused_lora"
@@ -197,6 +199,7 @@ def _precision(
 
 def _reader(how: DenseWeight, base: Any) -> Callable[[torch.dtype], Tensor]:
     version = _version_of(base.weight)
+    decode = _decoder(how, base, version)
 
     def read(dtype: torch.dtype) -> Tensor:
         if _version_of(base.weight) != version:
@@ -204,9 +207,17 @@ def _reader(how: DenseWeight, base: Any) -> Callable[[torch.dtype], Tensor]:
                 "the frozen weight of a LoRA layer was modified by an inplace operation between the forward and the "
                 "backward, which needs the weight that the forward used"
             )
-        return how.decode(base, dtype, None)
+        return decode(dtype)
 
     return read
+
+
+def _decoder(how: DenseWeight, base: Any, version: int | None) -> Callable[[torch.dtype], Tensor]:
+    def decode(dtype: torch.dtype) -> Tensor:
+        return how.decode(base, dtype, None)
+
+    keeper: Keeper | None = base.__dict__.get(KEEPER)
+    return decode if keeper is None else keeper.reading(decode, version)
 
 
 def _is_observed(module: Any) -> bool:
