@@ -76,7 +76,6 @@ class Profile:
         kept: what a segment leaves that keeps its activations, at most.
         measured: whether `kept` was measured on a segment that did, or taken from a recomputation.
         least: the smallest that `kept` was at any size: an upper bound of the part that does not shrink with the size.
-        saved: what a segment that keeps its activations leaves beyond its output, at least.
         head: what the loss needs.
         backward: what the backward of a checkpointed segment needs.
         gradients_stay: whether gradients were still there at the end of the backward.
@@ -88,7 +87,6 @@ class Profile:
     kept: list[float]
     measured: list[bool]
     least: list[float]
-    saved: list[float]
     head: Span
     backward: list[Span]
     gradients_stay: bool
@@ -116,7 +114,6 @@ class Profile:
             kept=kept,
             measured=[False] * segments,
             least=list(kept),
-            saved=[0.0] * segments,
             head=recording.head(),
             backward=recording.backward(),
             gradients_stay=there >= 0.9 * sum(gradients[1:]),
@@ -143,7 +140,6 @@ class Profile:
                 known = self.kept[index] if self.measured[index] and factor == 1 else 0
                 self.kept[index] = max(known, left)
                 self.measured[index] = True
-            self.saved[index] = max(self.saved[index], left - self.output[index])
 
     def has_to_learn(self, kept: int, factor: float) -> bool:
         """Whether a forward of `factor` times the size, whose last `kept` segments keep theirs, would show anything."""
@@ -170,15 +166,10 @@ class Profile:
             ],
             self.measured,
             self.least,
-            self.saved,
             self.head.times(up),
             [span.times(up) for span in self.backward],
             self.gradients_stay,
         )
-
-    def own_backward(self, index: int) -> float:
-        """What the backward of a segment needs that has kept its activations: no recomputed ones."""
-        return max(0.0, self.backward[index].high - self.saved[index])
 
 
 def peak(profile: Profile, step: Step, kept: int) -> float:
@@ -191,9 +182,10 @@ def peak(profile: Profile, step: Step, kept: int) -> float:
     most = alive + profile.head.high
     gradients = step.gradients_before
     for index in reversed(range(first_kept, profile.segments)):
-        most = max(most, alive + gradients + profile.own_backward(index))
-        gradients += step.gradients[index]
         alive -= profile.kept[index]
+        # What it kept is what a checkpointed one would recompute now: with its own activations both need the same.
+        most = max(most, alive + profile.output[index] + profile.backward[index].high + gradients)
+        gradients += step.gradients[index]
     return most
 
 
