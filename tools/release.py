@@ -4,6 +4,7 @@
     python tools/release.py dry-run [foak-core …]                    the same in a clone, and the artefacts of it
     python tools/release.py check foak-core-v0.2.0                   does the tag say what the tree says?
     python tools/release.py notes foak-core-v0.2.0                   its part of the changelog
+    python tools/release.py tag foak-core                            the tag of the version in the tree
     python tools/release.py build dist [foak-core …]                 builds and checks sdists and wheels
 
 `make` without a version takes the one in the tree if it has no tag yet, else the next patch.
@@ -210,7 +211,8 @@ def main() -> None:
     line.add_argument("package", choices=PACKAGES)
     line.add_argument("version", nargs="?")
     commands.add_parser("dry-run").add_argument("packages", nargs="*", metavar="PACKAGE")
-    commands.add_parser("rehearse").add_argument("package", choices=PACKAGES)
+    for name in ("rehearse", "tag"):
+        commands.add_parser(name).add_argument("package", choices=PACKAGES)
     line = commands.add_parser("build")
     line.add_argument("target", type=Path)
     line.add_argument("packages", nargs="*", metavar="PACKAGE")
@@ -231,6 +233,8 @@ def main() -> None:
                 print(*(made for name in names for made in build(PACKAGES[name], given.target)), sep="\n")
         elif given.command == "rehearse":
             rehearse(PACKAGES[given.package])
+        elif given.command == "tag":
+            print(PACKAGES[given.package].tag)
         elif given.command == "check":
             check(given.tag)
         else:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from foak.core.patching.binding import binding_of
-from foak.fast_kernels.hooks import is_listened_to
+from foak.fast_kernels.hooks import everyone_is_listened_to, has_hooks, is_listened_to
 from foak.fast_kernels.lora.shared_input import ATTRIBUTE, SharedInput
 from foak.kernels import LoraMember, PromisedLinear, lora_gated_linear, promise_lora_linears
 from foak.kernels.backend import PLAIN_TYPES, in_function_transform
@@ -24,6 +24,8 @@ from foak.kernels.dense_weight import DenseWeight, dense_weight_of
 
 RULE = "fused_lora"
 """Name of the rule that binds `lora_forward`."""
+
+_FLOAT64 = torch.float64
 
 
 class Precision(NamedTuple):
@@ -111,8 +113,16 @@ def _fulfil(promise: PromisedLinear, precision: Precision, group: SharedInput | 
 
 def _state_of(layer: Any, member: LoraMember, precision: Precision) -> tuple[Any, ...]:
     """What must still be so when a promise is taken: the layer's values, and how they are used."""
-    versions = [_version_of(tensor) for tensor in (member.a, member.b, layer.base_layer.weight)]
-    return id(member.a), id(member.b), *versions, member.scaling, member.dropout_p, precision
+    a, b, weight = member.a, member.b, tensor_of(layer._modules["base_layer"], "weight")
+    versions = _version_of(a), _version_of(b), _version_of(weight)
+    return id(a), id(b), *versions, member.scaling, member.dropout_p, precision
+
+
+def _is_any_observed(*modules: nn.Module) -> bool:
+    """Whether somebody listens to one of the modules or has replaced its forward: then it must be called."""
+    if everyone_is_listened_to():
+        return True
+    return any(has_hooks(module) or "forward" in module.__dict__ for module in modules)
 
 
 def _version_of(tensor: Tensor) -> int | None:
@@ -120,44 +130,48 @@ def _version_of(tensor: Tensor) -> int | None:
 
 
 def member_of(layer: Any, x: Tensor) -> tuple[LoraMember, Precision] | None:
-    """The layer as it is now, and its precision for an input `x`; None where its own forward must run."""
+    """The layer as it is now, and its precision for an input `x`; None where its own forward must run.
+
+    It is called for every layer of every step, so that it reads the modules' dictionaries: an attribute of a module
+    takes several times as long.
+    """
     name = active_adapter(layer)
     if name is None or type(x) not in PLAIN_TYPES or layer.disable_adapters or layer.merged:
         return None
-    base = layer.base_layer
-    a, b = layer.lora_A[name], layer.lora_B[name]
-    dropout = layer.lora_dropout[name]
-    if any(map(_is_observed, (base, a, b, dropout))) or adapter_refusal(layer, name) is not None:
+    modules = layer._modules
+    base = modules["base_layer"]
+    a_layer, b_layer, dropout = parts = _parts_of(modules, name)
+    if _is_any_observed(base, *parts) or _refusal_of(*parts) is not None:
         return None
+    a, b = tensor_of(a_layer, "weight"), tensor_of(b_layer, "weight")
     how = dense_weight_of(base)
-    if how is None or type(a.weight) not in PLAIN_TYPES or type(b.weight) not in PLAIN_TYPES:
+    if how is None or type(a) not in PLAIN_TYPES or type(b) not in PLAIN_TYPES:
         return None
-    if how.refusal(base) is not None or x.device != a.weight.device or x.shape[-1] != a.weight.shape[1]:
+    if how.refusal(base) is not None or x.device != a.device or x.shape[-1] != a.shape[1]:
         return None
-    bias = getattr(base, "bias", None)
-    if base.weight.requires_grad or (bias is not None and bias.requires_grad):
+    weight, bias = tensor_of(base, "weight"), tensor_of(base, "bias")
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
         return None
-    precision = _precision(layer, base, how, x, a.weight.dtype, b.weight.dtype)
+    precision = _precision(layer, base, weight.dtype, how, x, a.dtype, b.dtype)
     if precision is None:
         return None
-    drops = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
+    drops = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     if drops and x.is_cuda and precision.dtype.itemsize > 2:
         return None  # the kernels draw masks beside 16-bit products only, and PyTorch draws them faster than their twin
-    member = LoraMember(
-        weight=_reader(how, base),
-        out_features=layer.out_features,
-        a=a.weight,
-        b=b.weight,
-        scaling=layer.scaling[name],
-        dropout_p=drops,
-        bias=bias,
-    )
-    return member, precision
+    read = _reader(how, base, weight)
+    return LoraMember(read, layer.out_features, a, b, layer.scaling[name], drops, bias), precision
+
+
+def tensor_of(module: nn.Module, name: str) -> Any:
+    """`getattr(module, name, None)` of what is a parameter as a rule; the sooner found."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name, None)
 
 
 def active_adapter(layer: Any) -> str | None:
     """The one active adapter of a layer, if there is exactly one and it is a plain LoRA; else None."""
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    known = layer._modules["lora_A"]._modules
+    active = [name for name in layer.active_adapters if name in known]
     if len(active) != 1 or active[0] in layer.lora_variant:
         return None
     return str(active[0])
@@ -165,10 +179,19 @@ def active_adapter(layer: Any) -> str | None:
 
 def adapter_refusal(layer: Any, name: str) -> str | None:
     """Why an adapter of a layer is no plain LoRA with plain dropout, or None."""
-    a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    if any(type(factor) is not nn.Linear for factor in (a, b)):
+    return _refusal_of(*_parts_of(layer._modules, name))
+
+
+def _parts_of(modules: dict[str, Any], name: str) -> tuple[Any, Any, Any]:
+    """An adapter's matrices A and B and its dropout, from its layer's modules."""
+    a, b, dropout = modules["lora_A"], modules["lora_B"], modules["lora_dropout"]
+    return a._modules[name], b._modules[name], dropout._modules[name]
+
+
+def _refusal_of(a: Any, b: Any, dropout: Any) -> str | None:
+    if type(a) is not nn.Linear or type(b) is not nn.Linear:
         return "the adapter's matrices are no plain linear layers"
-    if a.bias is not None or b.bias is not None:
+    if tensor_of(a, "bias") is not None or tensor_of(b, "bias") is not None:
         return "the adapter has a bias (lora_bias)"
     if type(dropout) not in (nn.Dropout, nn.Identity):
         return f"the adapter's dropout is a {type(dropout).__name__}"
@@ -176,33 +199,35 @@ def adapter_refusal(layer: Any, name: str) -> str | None:
 
 
 def _precision(
-    layer: Any, base: Any, how: DenseWeight, x: Tensor, a_dtype: torch.dtype, b_dtype: torch.dtype
-) -> Precision | None:
+    layer: Any, base: Any, weight_dtype: torch.dtype, how: DenseWeight, x: Tensor, a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+) -> Precision | None:  # fmt: skip
     device_type = x.device.type
     dense = type(base) is nn.Linear
-    if not x.is_floating_point():
+    x_dtype = x.dtype
+    if not x_dtype.is_floating_point:
         return None
     if torch.is_autocast_enabled(device_type):
-        if torch.float64 in (x.dtype, a_dtype, b_dtype):
+        if _FLOAT64 in (x_dtype, a_dtype, b_dtype):
             return None
         dtype = torch.get_autocast_dtype(device_type)
-        return Precision(dtype, True, dtype if dense else x.dtype)
+        return Precision(dtype, True, dtype if dense else x_dtype)
     dtype = how.product_dtype(base, x)
-    if dense and base.weight.dtype is not x.dtype:
+    if dense and weight_dtype is not x_dtype:
         return None
     if a_dtype is not b_dtype or a_dtype not in (dtype, torch.float32) or not layer.cast_input_dtype_enabled:
         return None
-    if a_dtype is torch.float32 and dtype is torch.float64:
+    if a_dtype is torch.float32 and dtype is _FLOAT64:
         return None
-    return Precision(dtype, False, x.dtype)
+    return Precision(dtype, False, x_dtype)
 
 
-def _reader(how: DenseWeight, base: Any) -> Callable[[torch.dtype], Tensor]:
-    version = _version_of(base.weight)
+def _reader(how: DenseWeight, base: Any, weight: Tensor) -> Callable[[torch.dtype], Tensor]:
+    version = _version_of(weight)
     decode = _decoder(how, base, version)
 
     def read(dtype: torch.dtype) -> Tensor:
-        if _version_of(base.weight) != version:
+        if _version_of(tensor_of(base, "weight")) != version:
             raise RuntimeError(
                 "the frozen weight of a LoRA layer was modified by an inplace operation between the forward and the "
                 "backward, which needs the weight that the forward used"
@@ -218,8 +243,3 @@ def _decoder(how: DenseWeight, base: Any, version: int | None) -> Callable[[torc
 
     keeper: Keeper | None = base.__dict__.get(KEEPER)
     return decode if keeper is None else keeper.reading(decode, version)
-
-
-def _is_observed(module: Any) -> bool:
-    """Whether somebody listens to a module or has replaced its forward: then it must be called."""
-    return is_listened_to(module) or "forward" in module.__dict__
