@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from foak.core.errors import ConfigError
 from foak.core.plugin import AccelerationPlugin, Section
+from foak.kernels.decode_once import ATTRIBUTE
 from foak.quantized_peft.bitsandbytes import loading as bitsandbytes
 from foak.quantized_peft.gptq import loading as gptq
+from foak.quantized_peft.keepers import keepers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -59,6 +61,8 @@ class QuantizedPeftPlugin(AccelerationPlugin):
     def augment(self, model: PreTrainedModel, train_args: TrainingArguments | None, peft_config: Any | None) -> None:
         """Checks the model against the section; see `augment` of its `loading` module."""
         _kind(self.section).augment(self.section, model, train_args, peft_config)
+        for layer, keeper in keepers(model, self.section["decode_once"]):
+            self.patcher.set_attribute(layer, ATTRIBUTE, keeper)
 
     @classmethod
     def diagnose(cls) -> Sequence[tuple[str, str]]:

@@ -12,6 +12,7 @@ from foak.core.errors import UnsupportedError
 from foak.core.plugin import Key, Section, require_package
 from foak.quantized_peft.bitsandbytes.checkpoint import check_stored
 from foak.quantized_peft.bitsandbytes.layers import LINEAR_4BIT, quant_state_of
+from foak.quantized_peft.keepers import decode_once_key
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,6 +48,7 @@ KEYS = (
         default="uint8",
         under=(PATH,),
     ),
+    decode_once_key(PATH),
 )
 
 

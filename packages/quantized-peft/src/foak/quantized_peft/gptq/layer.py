@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from foak.kernels import dequantize_gptq
 from foak.kernels.autograd import once_differentiable
+from foak.kernels.decode_once import ATTRIBUTE, Keeper, Reading
 
 __all__ = ["GptqLinear"]
 
@@ -151,8 +152,15 @@ class GptqLinear(nn.Linear):
             self.bits,
             self.group_size,
             self.zero_offset,
+            self._reading(),
         )
         return result.to(x.dtype)
+
+    def _reading(self) -> Reading | None:
+        keeper: Keeper | None = self.__dict__.get(ATTRIBUTE)
+        if keeper is None or torch.compiler.is_compiling():
+            return None
+        return keeper.reading(self.dequantize, self.weight._version)
 
     def groups_changed(self) -> None:
         """Looks at `g_idx` anew: to be called after it was written to. The host waits for the device here."""
@@ -183,7 +191,7 @@ class GptqLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Decodes in the forward and again in the backward; keeps what is stored and nothing dense."""
+    """Decodes in the forward and again in the backward; keeps what is stored, and nothing dense but in a keeper."""
 
     @staticmethod
     def forward(
@@ -197,26 +205,33 @@ class _Product(torch.autograd.Function):
         bits: int,
         group_size: int,
         zero_offset: int,
+        reading: Reading | None,
     ) -> Tensor:
         stored = (qweight, qzeros, scales, g_idx)
         ctx.save_for_backward(*stored)
         ctx.form = (bits, group_size, x.shape[-1], zero_offset)
-        return F.linear(x, _decode(stored, ctx.form, x.dtype), bias)
+        ctx.reading = reading
+        return F.linear(x, _decode(stored, ctx.form, x.dtype, reading), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = dy @ _decode(ctx.saved_tensors, ctx.form, dy.dtype)
+            dx = dy @ _decode(ctx.saved_tensors, ctx.form, dy.dtype, ctx.reading)
         if ctx.needs_input_grad[1]:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return dx, dbias, None, None, None, None, None, None, None
+        return dx, dbias, None, None, None, None, None, None, None, None
 
 
 def _decode(
-    stored: tuple[Tensor, Tensor, Tensor, Tensor | None], form: tuple[int, int, int, int], dtype: torch.dtype
+    stored: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    form: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    reading: Reading | None,
 ) -> Tensor:
+    if reading is not None:
+        return reading(dtype)
     bits, group_size, in_features, zero_offset = form
     return dequantize_gptq(
         *stored, bits, group_size=group_size, in_features=in_features, zero_offset=zero_offset, dtype=dtype

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foak.core.errors import ConfigError, UnsupportedError
 from foak.core.plugin import Key, Section, require_package
 from foak.quantized_peft.gptq.errors import CheckpointError
+from foak.quantized_peft.keepers import decode_once_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
@@ -31,6 +32,7 @@ KEYS = (
         default=False,
         under=(PATH,),
     ),
+    decode_once_key(PATH),
 )
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
