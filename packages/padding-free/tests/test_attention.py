@@ -243,10 +243,10 @@ def test_varlen_is_called_as_its_release_wants(
 def _refusal(
     *, backend: str = "auto", base: str = "sdpa", window: int | None = None, device: str = "cuda", **changes: Any
 ) -> str | None:
-    kwargs = changes.pop("kwargs", {})
+    kwargs, lengths = changes.pop("kwargs", {}), changes.pop("lengths", LENGTHS)
     size, value_size = changes.pop("size", 64), changes.pop("value_size", None)
     dtype = changes.pop("dtype", torch.bfloat16)
-    mask = PackedMask(PackedSequences(LENGTHS), backend, window)
+    mask = PackedMask(PackedSequences(lengths), backend, window)
 
     def stub(last: int) -> Any:  # what `refusal` reads of a tensor on a GPU
         return SimpleNamespace(shape=(1, 4, 57, last), device=SimpleNamespace(type=device), dtype=dtype)
@@ -269,6 +269,12 @@ def _refusal(
         ({"kwargs": {"dropout": 0.1}}, "no dropout"),
         ({"kwargs": {"softcap": 30.0}}, "no softcap"),
         ({"kwargs": {"s_aux": torch.ones(4)}}, "no s_aux"),
+        ({"lengths": (1024, 1024)}, "one length are a dense batch"),
+        ({"lengths": (2048,)}, "one length are a dense batch"),
+        ({"lengths": (1024, 1023)}, None),
+        ({"lengths": (1023, 1023)}, None),
+        ({"lengths": (1024, 1024), "backend": "varlen"}, None),
+        ({"lengths": (1024, 1024), "window": 100}, None),
     ],
 )
 def test_when_varlen_is_not_used(changes: dict[str, Any], reason: str | None) -> None:

@@ -41,6 +41,19 @@ def test_without_labels_every_token_is_learned() -> None:
     assert batch["labels"].tolist() == [[-100, 6, -100, 8, 9]]
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["examples", "already flat"])
+def test_rows_of_buckets_are_found_where_a_model_needs_them(flat: bool) -> None:
+    def found(lengths: tuple[int, ...], rows: bool) -> bool:
+        collator = DataCollatorWithFlattening() if flat else None
+        batch = PaddingFreeCollator(collator, rows=rows)(packs.sequences(lengths))
+        assert batch[PACKED].lengths == lengths
+        return batch[PACKED].has_rows
+
+    assert found((3, 9, 2), True)
+    assert not found((3, 9, 2), False)
+    assert found((4, 4), False), "a dense batch may be taken as one"
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches_are_flattened(side: packs.Side) -> None:
     assert_flat(PaddingFreeCollator(lambda examples: packs.padded(examples, side))(EXAMPLES))

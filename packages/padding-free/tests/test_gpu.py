@@ -31,7 +31,9 @@ def models(dtype: torch.dtype, attention: str) -> tuple[Any, Any, Any]:
 def test_bf16_is_no_further_from_float32_than_padded(attention: str) -> None:
     plain, fast, report = models(torch.bfloat16, attention)
     (record,) = report.patched
-    assert record.kernel == ("sdpa over buckets of sequences" if attention == "sdpa" else "varlen_attn"), record.reason
+    expected = "sdpa over buckets of sequences" if attention == "sdpa" else "varlen_attn"
+    assert record.kernel is not None
+    assert record.kernel.startswith(expected), record.reason
     exact = packs.step(copy.deepcopy(plain).float(), on_gpu(packs.padded(EXAMPLES)))
     steps = [packs.step(plain, on_gpu(packs.padded(EXAMPLES))), packs.step(fast, on_gpu(packs.packed(EXAMPLES)))]
     distances = []

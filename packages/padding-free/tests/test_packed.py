@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foak.padding_free.buckets import CALL_COST, CPU_CALL_COST, MAX_BUCKETS, choose_buckets
+from foak.padding_free.buckets import CALL_COST, CPU_CALL_COST, MAX_BUCKETS, ROW_COST, choose_buckets
 from foak.padding_free.packed import PackedSequences
 from foak.padding_free.rows import pack_rows, unpack_rows
 
@@ -69,6 +71,45 @@ def test_equal_lengths_are_not_moved() -> None:
     tokens = torch.randn(12, 2)
     assert packed.is_dense
     assert unpack_rows(tokens, packed) is tokens
+
+
+@settings(max_examples=30, deadline=None)
+@given(some_lengths)
+def test_rows_are_the_same_whenever_they_are_found(lengths: list[int]) -> None:
+    at_once, later = PackedSequences(lengths), PackedSequences(lengths, rows=False)
+    assert (at_once.has_rows, later.has_rows) == (True, False)
+    assert later.to(torch.device("meta")).has_rows is False
+    assert later.buckets == at_once.buckets
+    assert torch.equal(later.gather, at_once.gather)
+    assert torch.equal(later.restore, at_once.restore)
+    assert later.has_rows
+    assert later.is_dense == at_once.is_dense
+    assert later.is_uniform() == (len(set(lengths)) == 1)
+    assert later.is_uniform(max(lengths) + 1) is False
+
+
+def test_rows_that_are_found_late_lie_where_the_layout_lies() -> None:
+    on_meta = PackedSequences((3, 10), rows=False).to(torch.device("meta"))
+    assert (on_meta.gather.device.type, on_meta.buckets[0].length) == ("meta", 10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=7), st.sampled_from([0.0, 500.0, CPU_CALL_COST]))
+def test_no_split_is_cheaper(lengths: list[int], call_cost: float) -> None:
+    def price(groups: list[list[int]]) -> float:
+        rows = [(len(group), max(group)) for group in groups]
+        return sum(count * (length**2 / 2 + ROW_COST * length) + call_cost for count, length in rows)
+
+    found = [[lengths[member] for member in bucket.members] for bucket in choose_buckets(lengths, call_cost)]
+    ordered = sorted(lengths)
+    every = (
+        [ordered[begin:end] for begin, end in itertools.pairwise((0, *cuts, len(ordered)))]
+        for count in range(len(ordered))
+        for cuts in itertools.combinations(range(1, len(ordered)), count)
+    )
+    # lengths that round up to the same multiple of eight count as equal
+    slack = sum(8 * (length + 4 + ROW_COST) for length in lengths)
+    assert price(found) <= min(map(price, every)) + slack
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]])

@@ -26,7 +26,8 @@ from transformers import (
 
 from foak.core import UnsupportedError
 from foak.padding_free import support
-from foak.padding_free.trial import objection
+from foak.padding_free.packed import PackedSequences
+from foak.padding_free.trial import LENGTHS, objection
 
 TINY = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -171,6 +172,19 @@ def test_a_form_that_fails_the_trial_gives_way(monkeypatch: pytest.MonkeyPatch) 
     packs.assert_equal_steps(packs.step(model, packs.packed(examples)), packs.step(plain, packs.padded(examples)))
 
 
+def test_the_form_of_dense_batches_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU on which buckets go wrong: then sequences of one length stay with `varlen_attn`."""
+    from foak.padding_free import attention
+
+    inner = attention._bucketed
+    monkeypatch.setattr(support, "_on_cuda", lambda language: True)
+    monkeypatch.setattr(
+        attention, "_bucketed", lambda *args, **kwargs: inner(*args, **kwargs) * (2 if args[5].backend == "sdpa" else 1)
+    )
+    report = packs.framework().apply(llama())
+    assert "not by SDPA over buckets (the logits of packed sequences differ" in report.patched[0].reason
+
+
 def test_a_model_that_cannot_be_judged_is_refused() -> None:
     class Noisy(LlamaForCausalLM):
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
@@ -178,4 +192,4 @@ def test_a_model_that_cannot_be_judged_is_refused() -> None:
             output.logits = output.logits + torch.randn_like(output.logits)
             return output
 
-    assert "nothing can be held against them" in str(objection(llama(Noisy), vocab_size=101))
+    assert "nothing can be held against them" in str(objection(llama(Noisy), PackedSequences(LENGTHS), vocab_size=101))

@@ -89,14 +89,15 @@ def _cheapest_split(distinct: np.ndarray, below: np.ndarray, call_cost: float) -
     """
     size = len(distinct)
     price = distinct**2 / 2 + ROW_COST * distinct  # of one sequence in a group that ends here
+    counts = below[None, :] - below[:, None]  # of the sequences between two cuts [D + 1, D + 1]
+    group = np.where(counts > 0, counts * np.concatenate([[0.0], price]) + call_cost, np.inf)
     best = np.full((MAX_BUCKETS + 1, size + 1), np.inf)
     best[0, 0] = 0.0
     cut = np.zeros((MAX_BUCKETS + 1, size + 1), dtype=np.int64)
     for used in range(1, MAX_BUCKETS + 1):
-        for end in range(1, size + 1):
-            costs = best[used - 1, :end] + (below[end] - below[:end]) * price[end - 1] + call_cost
-            cut[used, end] = costs.argmin()
-            best[used, end] = costs[cut[used, end]]
+        costs = best[used - 1][:, None] + group
+        cut[used] = costs.argmin(axis=0)
+        best[used] = costs[cut[used], np.arange(size + 1)]
         if used > 1 and best[used, size] >= best[used - 1, size]:
             break
     used = int(best[:, size].argmin())

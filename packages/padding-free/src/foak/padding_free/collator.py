@@ -28,12 +28,18 @@ class PaddingFreeCollator:
             with ``position_ids`` that restart (as TRL's does under ``padding_free`` and ``packing``). None: examples
             are mappings with ``input_ids`` and, if not every token is learned, ``labels``.
         device_type: where the batches will be computed; the layout is chosen for it.
+        rows: whether the model needs the rows of buckets, which are then found here; see `PackedSequences`.
     """
 
     def __init__(
-        self, collator: Callable[[Any], Mapping[str, Any]] | None = None, device_type: str | None = None
+        self,
+        collator: Callable[[Any], Mapping[str, Any]] | None = None,
+        device_type: str | None = None,
+        *,
+        rows: bool = True,
     ) -> None:
         self.collator = collator
+        self.rows = rows
         self.call_cost = call_cost_on(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
@@ -82,7 +88,7 @@ class PaddingFreeCollator:
                 "padding-free training needs an attention_mask in the data collator's batch, or position_ids [1, T] "
                 f"that restart with each sequence; the batch has {', '.join(sorted(batch))}"
             )
-        packed = PackedSequences.from_position_ids(positions, self.call_cost)
+        packed = self._layout(PackedSequences.from_position_ids(positions).lengths)
         kept = {name: value for name, value in batch.items() if name not in BOUNDARIES}
         return self._finished({**kept, PACKED: packed})
 
@@ -96,8 +102,12 @@ class PaddingFreeCollator:
     def _pack(self, lengths: list[int]) -> dict[str, Any]:
         if not lengths:
             raise UnsupportedError("a batch has no token at all: leave empty examples out of the data")
-        packed = PackedSequences(lengths, self.call_cost)
+        packed = self._layout(lengths)
         return {"position_ids": packed.position_ids(), PACKED: packed}
+
+    def _layout(self, lengths: Sequence[int]) -> PackedSequences:
+        rows = self.rows or len(set(lengths)) == 1  # a dense batch may be taken as one, whatever the model does else
+        return PackedSequences(lengths, self.call_cost, rows=rows)
 
     @staticmethod
     def _finished(flat: dict[str, Any]) -> dict[str, Any]:

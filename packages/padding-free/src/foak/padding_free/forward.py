@@ -33,11 +33,13 @@ class Settings:
         own: whether attention is this package's; else the model's implementation (flash-attn, FlexAttention) packs by
             itself, from boundaries and positions.
         mixers: whether layers that mix tokens without attention take the layout too.
+        reads_rows: whether a layer reads the rows of buckets, so that the collator should find them.
     """
 
     backend: str = "auto"
     own: bool = True
     mixers: bool = False
+    reads_rows: bool = True
 
 
 def packed_forward(

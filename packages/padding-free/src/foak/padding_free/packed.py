@@ -7,9 +7,10 @@ ask the device for a length.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from foak.padding_free.buckets import CALL_COST, Bucket, choose_buckets
@@ -23,6 +24,15 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 """Names under which transformers hands sequence boundaries to kernels that know them."""
 
 
+class _Rows(NamedTuple):
+    """The dense sub-batches of a layout, and how tokens get into their rows and back."""
+
+    buckets: tuple[Bucket, ...]
+    gather: torch.Tensor
+    restore: torch.Tensor
+    is_dense: bool
+
+
 class PackedSequences:
     """The layout of sequences that were laid end to end into one row of T tokens.
 
@@ -32,6 +42,8 @@ class PackedSequences:
     Args:
         lengths: the length of each sequence, in the order in which they lie in the row; each at least 1.
         call_cost: of a further bucket where the batch will be computed; see `foak.padding_free.buckets`.
+        rows: whether the rows of the buckets are found now; else they are when something first asks for them, which is
+            right as well, but makes a layer wait for their way to the device.
 
     Attributes:
         lengths: the same as a tuple.
@@ -46,20 +58,19 @@ class PackedSequences:
         is_dense: whether the rows are the tokens as they lie, so that nothing has to be moved.
     """
 
-    def __init__(self, lengths: Sequence[int], call_cost: float = CALL_COST) -> None:
+    def __init__(self, lengths: Sequence[int], call_cost: float = CALL_COST, *, rows: bool = True) -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a packed batch needs sequences of at least one token each, not lengths {list(lengths)}")
         self.lengths = tuple(int(length) for length in lengths)
         self.total = sum(self.lengths)
         self.max_length = max(self.lengths)
-        self.buckets: tuple[Bucket, ...] = choose_buckets(self.lengths, call_cost)
-        with torch.device("cpu"):  # on the host, whatever the default device is
-            sizes = torch.tensor(self.lengths)
-            self.cu_seqlens = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
-            self.sequence_ids = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[None]
-            self.gather, self.restore = self._rows()
-            self.is_dense = self.gather.numel() == self.total and bool((self.gather == torch.arange(self.total)).all())
+        sizes = np.asarray(self.lengths)
+        starts = np.concatenate([[0], sizes.cumsum()]).astype(np.int32)
+        # through numpy, which is on the host whatever torch's default device is
+        self.cu_seqlens = torch.from_numpy(starts)
+        self.sequence_ids = torch.from_numpy(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes))[None]
         self.call_cost = call_cost
+        self._rows: _Rows | None = _rows_of(self.lengths, call_cost) if rows else None
         self._masks: dict[Any, torch.Tensor] = {}
         self._pieces: dict[int, Self] = {}
 
@@ -72,12 +83,37 @@ class PackedSequences:
         positions = position_ids.reshape(-1)
         starts = torch.nn.functional.pad(positions[1:] != positions[:-1] + 1, (1, 0), value=True)
         places = [*starts.nonzero().flatten().tolist(), positions.numel()]
-        return cls([end - begin for begin, end in itertools.pairwise(places)], call_cost)
+        return cls([end - begin for begin, end in itertools.pairwise(places)], call_cost, rows=False)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, call_cost: float = CALL_COST) -> Self:
         """The layout of ``cu_seqlens`` ``[N + 1]``. Reads the values: on a device this waits for it."""
-        return cls(cu_seqlens.diff().tolist(), call_cost)
+        return cls(cu_seqlens.diff().tolist(), call_cost, rows=False)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self._found().buckets
+
+    @property
+    def gather(self) -> torch.Tensor:
+        return self._found().gather
+
+    @property
+    def restore(self) -> torch.Tensor:
+        return self._found().restore
+
+    @property
+    def is_dense(self) -> bool:
+        return self._found().is_dense
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the rows of the buckets have been found."""
+        return self._rows is not None
+
+    def is_uniform(self, least: int = 1) -> bool:
+        """Whether all sequences have one length, of at least ``least`` tokens."""
+        return self.max_length >= least and self.max_length * len(self.lengths) == self.total
 
     @property
     def padded_total(self) -> int:
@@ -87,7 +123,7 @@ class PackedSequences:
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return self.gather.device
+        return self.cu_seqlens.device
 
     def position_ids(self) -> torch.Tensor:
         """Positions that restart with each sequence: int64 ``[1, T]``, on the layout's device."""
@@ -111,7 +147,8 @@ class PackedSequences:
             return self
         if size not in self._pieces:
             pieces = [min(size, length - begin) for length in self.lengths for begin in range(0, length, size)]
-            self._pieces[size] = type(self)(pieces, self.call_cost).to(self.device, non_blocking=True)
+            whole = type(self)(pieces, self.call_cost, rows=self.has_rows)
+            self._pieces[size] = whole.to(self.device, non_blocking=True)
         return self._pieces[size]
 
     def mask(self, key: Any, make: Any) -> torch.Tensor:
@@ -123,24 +160,38 @@ class PackedSequences:
     def __repr__(self) -> str:
         return f"PackedSequences({list(self.lengths)})"
 
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = self.cu_seqlens[:-1].long()
-        sizes = torch.tensor(self.lengths)
-        rows = []
-        for bucket in self.buckets:
-            members = torch.tensor(bucket.members)
-            offsets = torch.minimum(torch.arange(bucket.length)[None], sizes[members, None] - 1)
-            rows.append((starts[members, None] + offsets).flatten())
-        gather = torch.cat(rows)
-        restore = torch.empty(self.total, dtype=torch.int64)
-        # backwards, so that a token's own row is written after the rows that repeat it
-        restore[gather.flip(0)] = torch.arange(gather.numel() - 1, -1, -1)
-        return gather, restore
+    def _found(self) -> _Rows:
+        if self._rows is None:
+            self._rows = _moved(_rows_of(self.lengths, self.call_cost), lambda tensor: tensor.to(self.device))
+        return self._rows
 
     def _map(self, function: Any) -> Self:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        for name in ("cu_seqlens", "sequence_ids", "gather", "restore"):
+        for name in ("cu_seqlens", "sequence_ids"):
             setattr(copy, name, function(getattr(self, name)))
+        copy._rows = None if self._rows is None else _moved(self._rows, function)
         copy._masks, copy._pieces = {}, {}
         return copy
+
+
+def _moved(rows: _Rows, function: Callable[[torch.Tensor], torch.Tensor]) -> _Rows:
+    return rows._replace(gather=function(rows.gather), restore=function(rows.restore))
+
+
+def _rows_of(lengths: tuple[int, ...], call_cost: float) -> _Rows:
+    buckets = choose_buckets(lengths, call_cost)
+    sizes = np.asarray(lengths)
+    starts = sizes.cumsum() - sizes
+    total = int(sizes.sum())
+    rows = []
+    for bucket in buckets:
+        members = np.asarray(bucket.members)
+        offsets = np.minimum(np.arange(bucket.length), sizes[members, None] - 1)
+        rows.append((starts[members, None] + offsets).ravel())
+    gather = np.concatenate(rows)
+    restore = np.empty(total, dtype=np.int64)
+    # backwards, so that a token's own row is written after the rows that repeat it
+    restore[gather[::-1]] = np.arange(len(gather))[::-1]
+    is_dense = len(gather) == total and bool((gather == np.arange(total)).all())
+    return _Rows(buckets, torch.from_numpy(gather), torch.from_numpy(restore), is_dense)

@@ -9,6 +9,7 @@ from foak.core.errors import ConfigError
 from foak.core.plugin import AccelerationPlugin, Key, Section
 
 if TYPE_CHECKING:
+    from foak.padding_free.forward import Settings
     from foak.padding_free.statistics import FillCallback
 
 __all__ = ["PaddingFreePlugin"]
@@ -44,6 +45,7 @@ class PaddingFreePlugin(AccelerationPlugin):
     def __init__(self, section: Section) -> None:
         super().__init__(section)
         self._callbacks: list[FillCallback] = []
+        self._packing: Settings | None = None
 
     @classmethod
     def from_config(cls, section: Section) -> Self:
@@ -69,7 +71,7 @@ class PaddingFreePlugin(AccelerationPlugin):
         from foak.padding_free.support import add_rules
 
         key = f"{self.section.root}.{PADDING_FREE}"
-        add_rules(self.patcher, model, train_args, key, self.section["attention"])
+        self._packing = add_rules(self.patcher, model, train_args, key, self.section["attention"])
 
     def prepare(self, trainer: Any) -> None:
         """Makes the trainer's training batches packed ones; evaluation and prediction keep theirs."""
@@ -80,8 +82,10 @@ class PaddingFreePlugin(AccelerationPlugin):
         key = f"{self.section.root}.{MULTIPACK}"
         check_trainer(trainer, f"{self.section.root}.{PADDING_FREE}", key if packs else None)
         multipack = {name: self.section[name] for name in ("num_processes", "max_tokens")} if packs else None
+        rows = self._packing is None or self._packing.reads_rows
+        batches = TrainingBatches(trainer, key, multipack, rows=rows)
         counter = FillCallback(self.patcher.report)
-        self.patcher.set_attribute(trainer, "get_train_dataloader", TrainingBatches(trainer, key, multipack))
+        self.patcher.set_attribute(trainer, "get_train_dataloader", batches)
         self.patcher.set_attribute(trainer, "training_step", CountedStep(trainer, counter))
         self._callbacks = [counter]
 

@@ -19,9 +19,13 @@ from foak.core.patching.twin import is_tensor_parallel
 from foak.padding_free import varlen
 from foak.padding_free.attention import BASES, register
 from foak.padding_free.forward import Settings, mixer_forward, packed_forward
-from foak.padding_free.trial import objection
+from foak.padding_free.packed import PackedSequences
+from foak.padding_free.trial import LENGTHS, objection
 
 __all__ = ["add_rules", "language_model"]
+
+_FORMS = {"varlen": "varlen_attn", "sdpa": "SDPA over buckets"}
+"""What the forms of attention are called in a reason."""
 
 
 def language_model(model: nn.Module) -> nn.Module:
@@ -157,7 +161,7 @@ def _no_sample(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _try(model: nn.Module, language: nn.Module, settings: Settings, train_args: Any, key: str) -> str:
-    """Try the model packed; gives `varlen_attn` up for it under ``auto``; raises `UnsupportedError`."""
+    """Try the model packed; under ``auto`` gives up the form that is wrong for it; raises `UnsupportedError`."""
     autocast = None
     if train_args is not None and (train_args.bf16 or train_args.fp16):
         autocast = torch.bfloat16 if train_args.bf16 else torch.float16
@@ -167,24 +171,29 @@ def _try(model: nn.Module, language: nn.Module, settings: Settings, train_args: 
             f"{key}: {type(language).__name__} cannot be trained padding-free: it has no embedding of tokens"
         )
 
-    def attempt() -> str | None:
+    def attempt(form: str) -> tuple[str | None, bool]:
+        settings.backend = form
+        layout = PackedSequences(LENGTHS, call_cost=0.0, rows=False).to(next(language.parameters()).device)
         trial = ModelPatcher()
         for rule in _rules(language, settings, "trial", "trial"):
             trial.add(rule)
         try:
             trial.apply(model)
-            return objection(language, vocab_size=vocab_size, autocast=autocast)
+            return objection(language, layout, vocab_size=vocab_size, autocast=autocast), layout.has_rows
         finally:
             trial.restore()
 
-    first = attempt()
-    if first is not None and settings.own and settings.backend == "auto" and _on_cuda(language):
-        settings.backend = "sdpa"
-        if attempt() is None:
-            return f"tried beside a padded batch; not by varlen_attn ({first})"
-    if first is not None:
+    asked = settings.backend
+    forms = ("varlen", "sdpa") if asked == "auto" and settings.own and _on_cuda(language) else (asked,)
+    found = {form: attempt(form) for form in forms}
+    right = [form for form in forms if found[form][0] is None]
+    first = found[forms[0]][0]
+    if not right:
         raise UnsupportedError(f"{key}: {type(language).__name__} cannot be trained padding-free: {first}")
-    return "tried beside a padded batch"
+    settings.backend = asked if len(right) == len(forms) else right[0]
+    settings.reads_rows = found[right[0]][1]
+    wrong = [f"not by {_FORMS[form]} ({found[form][0]})" for form in forms if form not in right]
+    return "; ".join(["tried beside a padded batch", *wrong])
 
 
 def _on_cuda(language: nn.Module) -> bool:
@@ -197,4 +206,4 @@ def _form(settings: Settings, base: str, language: nn.Module) -> str:
         return base
     if settings.backend == "sdpa" or base != "sdpa" or not _on_cuda(language) or not varlen.is_available():
         return f"{base} over buckets of sequences"
-    return "varlen_attn"
+    return "varlen_attn" if settings.backend == "varlen" else "varlen_attn; long sequences of one length by sdpa"

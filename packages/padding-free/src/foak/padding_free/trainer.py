@@ -64,16 +64,17 @@ class TrainingBatches:
         trainer: the trainer.
         key: the dotted key of multipack, for messages.
         multipack: the values of its section, or None: then the trainer's own sampler and batch size stay.
+        rows: whether the model needs the rows of buckets.
     """
 
-    def __init__(self, trainer: Any, key: str, multipack: Mapping[str, Any] | None) -> None:
-        self.trainer, self.key, self.multipack = trainer, key, multipack
+    def __init__(self, trainer: Any, key: str, multipack: Mapping[str, Any] | None, *, rows: bool = True) -> None:
+        self.trainer, self.key, self.multipack, self.rows = trainer, key, multipack, rows
         self.inner = trainer.get_train_dataloader
 
     def __call__(self) -> DataLoader[Any]:
         """The data loader of the training, whose batches are packed."""
         trainer = self.trainer
-        collator = PaddingFreeCollator(trainer.data_collator, trainer.args.device.type)
+        collator = PaddingFreeCollator(trainer.data_collator, trainer.args.device.type, rows=self.rows)
         if self.multipack is not None:
             return self._multipacked(collator)
         before = trainer.data_collator

@@ -43,12 +43,15 @@ _ERRORS = (
 )
 
 
-def objection(model: nn.Module, *, vocab_size: int, autocast: torch.dtype | None = None) -> str | None:
+def objection(
+    model: nn.Module, layout: PackedSequences, *, vocab_size: int, autocast: torch.dtype | None = None
+) -> str | None:
     """Why a model must not be trained packed, or None where it may.
 
     Args:
         model: the language model, with its weights, made to take packed batches; its mode, gradients and the random
             generators are left as they are.
+        layout: of `LENGTHS`, on the model's device.
         vocab_size: tokens are drawn below it.
         autocast: the dtype of the autocast under which it will train, or None.
     """
@@ -56,12 +59,11 @@ def objection(model: nn.Module, *, vocab_size: int, autocast: torch.dtype | None
     with isolated(device), torch.no_grad(), _silent(model), torch.device(device):
         context = torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext()
         with context:
-            return _objection(model.forward, vocab_size)
+            return _objection(model.forward, layout, vocab_size)
 
 
-def _objection(forward: Callable[..., Any], vocab_size: int) -> str | None:
+def _objection(forward: Callable[..., Any], layout: PackedSequences, vocab_size: int) -> str | None:
     sequences = [torch.randint(min(3, vocab_size - 1), vocab_size, (length,)) for length in LENGTHS]
-    layout = PackedSequences(LENGTHS, call_cost=0.0).to(sequences[0].device)
 
     def packed_logits(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         batch = {"input_ids": torch.cat(parts)[None], "position_ids": layout.position_ids(), PACKED: layout}
