@@ -45,10 +45,15 @@ def dense_weight_of(layer: nn.Module) -> DenseWeight | None:
 
     `torch.nn.Linear` serves itself and no subclass: what a subclass does with its weight is its own affair.
     """
-    return _of_type(type(layer))
+    kind = type(layer)
+    if kind not in _by_type:
+        _by_type[kind] = _of_type(kind)
+    return _by_type[kind]
 
 
-@functools.cache
+_by_type: dict[type, DenseWeight | None] = {}
+
+
 def _of_type(kind: type) -> DenseWeight | None:
     if kind is nn.Linear:
         return _LINEAR
@@ -70,7 +75,7 @@ def _declared(name: str) -> DenseWeight | None:
 
 
 def _decode_linear(layer: nn.Module, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    weight = layer._parameters.get("weight")  # a third of the time that `layer.weight` takes
+    weight: Tensor | None = layer._parameters.get("weight")  # a third of the time that `layer.weight` takes
     if weight is None:  # FSDP keeps it as a plain attribute
         weight = cast(Tensor, layer.weight)
     if weight.requires_grad:

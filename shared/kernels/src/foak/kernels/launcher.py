@@ -8,7 +8,7 @@ ones start that variant. Two calls are of one kind only where Triton would choos
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple
 
 import torch
@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foak.kernels.launch import on_device_of
 
@@ -35,6 +36,10 @@ class Launcher:
     The kernel's parameters are pointers, then numbers, then constants (`tl.constexpr`), all of which are given here by
     name. A launcher is to be kept, under whatever its constants follow from: see `planned`.
 
+    A kernel's first pointers may be tensor descriptors, through which Hopper's memory unit moves whole blocks: `blocks`
+    has the shape [rows, columns] of a block for each. Such a tensor is a matrix, or one of more dimensions that is
+    contiguous and counts as the matrix of its rows; it is not empty, and its rows begin at multiples of 16 bytes.
+
     Triton's own launch is used where a kept variant would not do: in the interpreter, while torch.compile traces, under
     a profiler's launch hooks or TRITON_DEBUG, on ROCm, and with releases of Triton other than `KNOWN_TRITON`.
     """
@@ -45,9 +50,11 @@ class Launcher:
         *,
         num_warps: int,
         num_stages: int | None = None,
+        blocks: Sequence[list[int]] = (),
         **constants: object,
     ) -> None:
         self.kernel = kernel
+        self.blocks = blocks
         self.keywords = constants | {"num_warps": num_warps}
         if num_stages is not None:
             self.keywords["num_stages"] = num_stages
@@ -65,7 +72,7 @@ class Launcher:
         """
         if not _DIRECT or torch.compiler.is_compiling() or not tensors[0].is_cuda:
             with on_device_of(tensors[0]):
-                self.kernel[grid](*tensors, *numbers, **self.keywords)
+                self.kernel[grid](*self._pointers(tensors), *numbers, **self.keywords)
             return
         device = tensors[0].get_device()
         if device != torch._C._cuda_getDevice():
@@ -75,8 +82,12 @@ class Launcher:
         key, addresses = variant_key(device, tensors, numbers)
         variant = self._variants.get(key)
         if variant is None or _watched(self.kernel):
-            self._keep(key, self.kernel[grid](*tensors, *numbers, **self.keywords), tensors, numbers)
+            started = self.kernel[grid](*self._pointers(tensors), *numbers, **self.keywords)
+            self._keep(key, started, tensors, numbers)
             return
+        pointers: list[Any] = addresses
+        for index, block in enumerate(self.blocks):
+            pointers[index] = _described(tensors[index], block)
         # Addresses in place of tensors spare a question to the driver for each of them.
         run, function, metadata, _ = variant
         run(
@@ -89,10 +100,17 @@ class Launcher:
             None,  # what launch hooks are told, and the hooks: there are none
             None,
             None,
-            *addresses,
+            *pointers,
             *numbers,
             *self._values,
         )
+
+    def _pointers(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """The kernel's first arguments as Triton's own launch takes them."""
+        if not self.blocks:
+            return tensors
+        described = (_checked(tensor, block) for tensor, block in zip(tensors, self.blocks, strict=False))
+        return *described, *tensors[len(self.blocks) :]
 
     def _keep(self, key: Key, variant: object, tensors: tuple[Tensor, ...], numbers: tuple[Number, ...]) -> None:
         # An autotuner's choice hangs on more than the key, and so does a number of a type of its own.
@@ -114,13 +132,10 @@ def variant_key(device: int, tensors: tuple[Tensor, ...], numbers: tuple[Number,
     whether it needs 32 bits, 64, or 64 without a sign. Numbers under `do_not_specialize` are told apart here too: that
     costs a few keys, and no variant.
     """
-    key: list[object] = [device]
-    addresses: list[int] = []
+    key: list[object] = [device, *[tensor.dtype for tensor in tensors]]
+    addresses = [tensor.data_ptr() for tensor in tensors]
     joined = 0
-    for tensor in tensors:
-        key.append(tensor.dtype)
-        address = tensor.data_ptr()
-        addresses.append(address)
+    for address in addresses:
         joined |= address
     if joined & 15:  # Seldom, so that the usual key is short. The longer one has a length of its own.
         key += [address & 15 == 0 for address in addresses]
@@ -132,6 +147,25 @@ def variant_key(device: int, tensors: tuple[Tensor, ...], numbers: tuple[Number,
         else:
             key.append((-(2**63) <= number < 2**63, number & 15 == 0))
     return tuple(key), addresses
+
+
+def _matrix(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """The shape and the strides of a tensor as a matrix of its rows."""
+    columns = tensor.shape[-1]
+    return [tensor.numel() // columns, columns], [tensor.stride(-2), 1]
+
+
+def _checked(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    shape, strides = _matrix(tensor)
+    return TensorDescriptor(tensor, shape, strides, block)
+
+
+def _described(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """`_checked` without the checks, which take longer than the launch; what it describes is no part of a variant."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.block_shape = tensor, block
+    descriptor.shape, descriptor.strides = _matrix(tensor)
+    return descriptor
 
 
 def planned(plan: Callable[[*_Arguments], _Plan]) -> Callable[[*_Arguments], _Plan]:

@@ -22,8 +22,8 @@ from foak.kernels.launcher import Launcher, planned
 
 
 @triton.jit
-def _gate(gate, TANH: tl.constexpr):
-    """p(gate) and its derivative."""
+def weigh_gelu(gate, TANH: tl.constexpr):
+    """p(gate), the factor of gate in GELU, and its derivative."""
     if TANH:
         # Beyond 16 the sigmoid is 0 or 1 to fp32; without the bound the cube of a large gate would overflow.
         bounded = tl.minimum(tl.maximum(gate, -16.0), 16.0)
@@ -53,7 +53,7 @@ def _forward_kernel(
     mask = columns < COLUMNS
     gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    p, _ = _gate(gate, TANH)
+    p, _ = weigh_gelu(gate, TANH)
     y = gate * p * up
     tl.store(y_ptr + row * COLUMNS + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -80,7 +80,7 @@ def _backward_kernel(
     mask = columns < COLUMNS
     dy = tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    p, slope = _gate(gate, TANH)
+    p, slope = weigh_gelu(gate, TANH)
     if NEEDS_DGATE:
         up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
         dgate = dy * up * (p + gate * slope)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, most_programs, row_view
-from foak.kernels._rows.triton import sum_partials
+from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, row_view
+from foak.kernels._rows.triton import backward_plan, forward_plan, sum_partials
 from foak.kernels.autograd import once_differentiable
 from foak.kernels.launch import empty_rows, multiprocessor_count, promoted
 from foak.kernels.launcher import Launcher, planned
@@ -230,45 +230,18 @@ def _wide_backward_kernel(
 
 @planned
 def _forward_plan(length: int, wide_block: int, has_weight: bool, has_bias: bool) -> tuple[Launcher, int]:
-    """What launches the forward, and how many rows a program takes; `wide_block` is 0 where a tile holds whole rows."""
-    if wide_block:
-        launcher = Launcher(
-            _wide_forward_kernel, num_warps=16, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, H=length, BLOCK_H=wide_block
-        )
-        return launcher, 1
-    tile = forward_tile(length)
-    launcher = Launcher(
-        _forward_kernel,
-        num_warps=tile.warps,
-        HAS_WEIGHT=has_weight,
-        HAS_BIAS=has_bias,
-        H=length,
-        BLOCK_H=tile.columns,
-        ROWS=tile.rows,
-    )
-    return launcher, tile.rows
+    constants = {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias}
+    return forward_plan(_forward_kernel, _wide_forward_kernel, length, wide_block, **constants)
 
 
 @planned
 def _backward_plan(
     length: int, wide_block: int, has_weight: bool, needs: tuple[bool, bool, bool], sums: int, multiprocessors: int
 ) -> tuple[Launcher, int, int]:
-    """What launches the backward, how many rows a program takes at once, and the most programs that there are."""
-    tile = backward_tile(wide_block or length, warps=32)
-    needs_dx, needs_dw, needs_db = needs
-    launcher = Launcher(
-        _wide_backward_kernel if wide_block else _backward_kernel,
-        num_warps=tile.warps,
-        HAS_WEIGHT=has_weight,
-        NEEDS_DX=needs_dx,
-        NEEDS_DW=needs_dw,
-        NEEDS_DB=needs_db,
-        SUMS=sums,
-        H=length,
-        BLOCK_H=tile.columns,
-        **({} if wide_block else {"ROWS": tile.rows}),
-    )
-    return launcher, tile.rows, most_programs(tile, multiprocessors)
+    needed = dict(zip(("NEEDS_DX", "NEEDS_DW", "NEEDS_DB"), needs, strict=True))
+    constants = {"HAS_WEIGHT": has_weight, **needed, "SUMS": sums}
+    kernels = _backward_kernel, _wide_backward_kernel
+    return backward_plan(*kernels, length, wide_block, 32, multiprocessors, **constants)
 
 
 class LayerNorm(torch.autograd.Function):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from foak.kernels.autograd import apply, without_autocast
 from foak.kernels.lora import traced
 from foak.kernels.lora.autograd import Call, Fulfil, LoraMember, Promise
 from foak.kernels.lora.gated import ACTIVATIONS, GatedCall, GatedPromise
@@ -24,9 +25,9 @@ class PromisedLinear:
     def fulfil(self) -> Tensor:
         """The output, [..., O]."""
         if self._placeholder is None:
-            with torch.autocast(self._call.x.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(self._call.x.device.type):
                 return self._call.product(self._index)
-        result: Tensor = Fulfil.apply(self._call, self._index, self._placeholder)  # type: ignore[no-untyped-call]
+        result: Tensor = apply(Fulfil, self._call, self._index, self._placeholder)
         return result
 
 
@@ -57,9 +58,9 @@ def promise_lora_linears(
     call = Call(members, x, dtype or x.dtype, rounds_factors)
     factors = [factor for m in members for factor in (m.a, m.b)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *factors)):
-        places = Promise.apply(call, x, *factors)  # type: ignore[no-untyped-call]
+        places = apply(Promise, call, x, *factors)
         return [PromisedLinear(call, index, place) for index, place in enumerate(places)]
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x.device.type):
         call.project(x, factors[::2])
     return [PromisedLinear(call, index, None) for index in range(len(members))]
 
@@ -150,16 +151,16 @@ def lora_gated_linear(
     _check(gate, member)
     call = GatedCall(member, gate, up, activation, dtype or torch.promote_types(gate.dtype, up.dtype), rounds_factors)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (gate, up, member.a, member.b)):
-        place = GatedPromise.apply(call, gate, up, member.a, member.b)  # type: ignore[no-untyped-call]
+        place = apply(GatedPromise, call, gate, up, member.a, member.b)
         return PromisedLinear(call, 0, place).fulfil()
-    with torch.no_grad(), torch.autocast(gate.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(gate.device.type):
         call.project_gated(gate, up, member.a)
     return PromisedLinear(call, 0, None).fulfil()
 
 
 def _reader(weight: Tensor) -> Callable[[torch.dtype], Tensor]:
     def read(dtype: torch.dtype) -> Tensor:
-        return weight.detach().to(dtype)
+        return weight if weight.dtype is dtype else weight.detach().to(dtype)
 
     return read
 

@@ -7,27 +7,24 @@ never computes the last product of a layer a second time.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foak.kernels.autograd import once_differentiable
+from foak.kernels.autograd import once_differentiable, without_autocast
 from foak.kernels.backend import backend_for
 from foak.kernels.launch import next_power_of_two
 from foak.kernels.lora import concatenation, reference
 from foak.kernels.lora.dropout import draw_seed
-
-ROUNDED, SPLIT, WIDE = 1, 3, 0
-"""What becomes of factors beside 16-bit activations: rounded to their dtype; split into three numbers of it; or all is
-multiplied as fp32, because fp16 has not the range for what lies between the factors."""
+from foak.kernels.lora.parts import ROUNDED, SPLIT, WIDE
 
 
-@dataclass(frozen=True)
-class LoraMember:
+class LoraMember(NamedTuple):
     """One linear layer and its adapter.
 
     Attributes:
@@ -52,73 +49,128 @@ class LoraMember:
     @property
     def scale(self) -> float:
         """The factor of both thin products that lead to the rank: scaling / (1 - p)."""
-        return 0.0 if self.dropout_p >= 1 else self.scaling / (1 - self.dropout_p)
+        p = self.dropout_p
+        return self.scaling if p == 0 else 0.0 if p >= 1 else self.scaling / (1 - p)
+
+
+class Recipe(NamedTuple):
+    """How the products of layers on one input are computed, forward and backward.
+
+    Attributes:
+        members: the layers.
+        dtype: of the products and outputs.
+        thin: the module with the thin products, `project` and `reduce_rows`: the kernels' or their twins'.
+        parts: what becomes of the factors; see `parts.py`.
+        rank: the last dimension of `z`, which is as wide as the thin products want it.
+        scales: the members' factors of the thin products.
+        drops: the members' dropout probabilities.
+        seed: of the masks.
+    """
+
+    members: tuple[LoraMember, ...]
+    dtype: torch.dtype
+    thin: Any
+    parts: int
+    rank: int
+    scales: list[float]
+    drops: list[float]
+    seed: int
+
+    @property
+    def on_triton(self) -> bool:
+        """Whether the thin products are the kernels'."""
+        return self.thin is not reference
+
+    def through_b(self, dy: Tensor, b: Tensor, z: Tensor, dz: Tensor, index: int, *, needs_db: bool) -> Tensor | None:
+        """Writes the gradient of a member's z into `dz`, [N, rank], from its output's, [N, O]; gives b's."""
+        scales = self.scales[index : index + 1]
+        self.thin.project(dy, [b], scales, _NO_DROPS, 0, self.parts, dz, transposed=True)
+        if not needs_db:
+            return None
+        db: Tensor = self.thin.reduce_rows(dy, z, [b], _NO_DROPS, 0, self.parts, transposed=True)[0]
+        return db
+
+
+_NO_DROPS = [0.0]
+
+
+def recipe_of(members: tuple[LoraMember, ...], x: Tensor, dtype: torch.dtype, rounds_factors: bool) -> Recipe:
+    """Chooses the implementation for an input `x` [..., K], which is cast to `dtype`; draws the seed."""
+    factors: list[Tensor] = []
+    narrow, rank = True, 1
+    for member in members:
+        factors += (member.a, member.b)
+        narrow = narrow and member.a.dtype is dtype and member.b.dtype is dtype
+        rank = max(rank, member.a.shape[0])
+    parts = WIDE if dtype is torch.float16 else ROUNDED if rounds_factors or narrow else SPLIT
+    thin: ModuleType = reference
+    if dtype.itemsize == 2 and backend_for(x, *factors) == "triton":
+        thin = kernels("thin_triton")
+        rank = max(16, next_power_of_two(rank))
+    drops = [m.dropout_p for m in members]
+    return Recipe(
+        members, dtype, thin, parts, rank, [m.scale for m in members], drops, draw_seed() if any(drops) else 0
+    )
+
+
+@functools.cache
+def kernels(name: str) -> Any:
+    """A module of this package that needs triton, which is imported when a kernel runs for the first time."""
+    return importlib.import_module(f"foak.kernels.lora.{name}")
 
 
 class Call:
     """One application of layers to one input: what the promise computes and the fulfilment uses."""
 
-    def __init__(self, members: Sequence[LoraMember], x: Tensor, dtype: torch.dtype, rounds_factors: bool) -> None:
-        """Chooses the implementation; `dtype` is that of the products, and `x` [..., K] is cast to it."""
-        self.members = tuple(members)
-        self.dtype = dtype
-        self.leading = x.shape[:-1]
-        narrow = all(m.a.dtype is dtype and m.b.dtype is dtype for m in members)
-        self.parts = WIDE if dtype is torch.float16 else ROUNDED if rounds_factors or narrow else SPLIT
-        tensors = [t for m in members for t in (m.a, m.b)]
-        self.on_triton = dtype.itemsize == 2 and backend_for(x, *tensors) == "triton"
-        self.thin: Any = _thin_kernels() if self.on_triton else reference
-        rank = max(m.a.shape[0] for m in members)
-        self.rank = max(16, next_power_of_two(rank)) if self.on_triton else rank
-        self.seed = draw_seed() if any(m.dropout_p > 0 for m in members) else 0
-        self.x: Tensor = x
-        self.z: Tensor = x
+    __slots__ = ("recipe", "shape", "x", "z")
 
-    @property
-    def drops(self) -> list[float]:
-        """The dropout probability of each member."""
-        return [m.dropout_p for m in self.members]
+    recipe: Recipe
+    shape: torch.Size
+    x: Tensor
+    z: Tensor
+
+    def __init__(self, members: Sequence[LoraMember], x: Tensor, dtype: torch.dtype, rounds_factors: bool) -> None:
+        """`dtype` is that of the products, and `x` [..., K] is cast to it."""
+        self.recipe = recipe_of(tuple(members), x, dtype, rounds_factors)
+        self.shape = x.shape
 
     def project(self, x: Tensor, a: Sequence[Tensor]) -> None:
-        """Computes `z`, [M, N, rank], from `x` [..., K]."""
-        self.x = x.reshape(-1, x.shape[-1]).to(self.dtype)
-        scales = [m.scale for m in self.members]
-        a = [factor.contiguous() for factor in a]
-        self.z = self.thin.project(self.x, a, scales, self.drops, self.seed, self.parts, self.rank)
+        """Computes `z`, [M, N, rank] (of one layer [N, rank]), from `x` [..., K]."""
+        recipe = self.recipe
+        if x.dtype is not recipe.dtype:
+            x = x.to(recipe.dtype)
+        if x.dim() != 2 and not x.is_contiguous():
+            x = x.reshape(-1, x.shape[-1])
+        self.x = x
+        length = x.shape[-1]
+        row_count = x.numel() // length if length else 0
+        shape = (row_count, recipe.rank) if len(a) == 1 else (len(a), row_count, recipe.rank)
+        self.z = x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
+        factors = [factor.contiguous() for factor in a]
+        recipe.thin.project(x, factors, recipe.scales, recipe.drops, recipe.seed, recipe.parts, self.z)
 
     def product(self, index: int) -> Tensor:
         """The output of one member, [..., O]."""
-        member = self.members[index]
-        weight = member.weight(self.dtype)
+        recipe, x = self.recipe, self.x
+        member = recipe.members[index]
+        weight = member.weight(recipe.dtype)
         bias = None if member.bias is None else member.bias.contiguous()
-        operands = (self.x, weight, self.z[index], member.b.detach().contiguous(), bias, self.parts)
-        y: Tensor = _product_of(self, self.x, weight).product(*operands)
-        return y.view(*self.leading, member.out_features)
+        z = self.z if self.z.dim() == 2 else self.z[index]
+        operands = (x, weight, z, member.b.contiguous(), bias, recipe.parts)
+        y: Tensor = _product_of(recipe, x, weight).product(*operands)
+        return y if x.dim() == len(self.shape) else y.view(*self.shape[:-1], member.out_features)
+
+    def placeholder(self, index: int) -> Tensor:
+        """One element that stands for the output of a member, [..., O], and takes its gradient."""
+        shape = (*self.shape[:-1], self.recipe.members[index].out_features)
+        return self.z.new_empty_strided(shape, (0,) * len(shape), dtype=self.recipe.dtype)
 
 
-def _thin_kernels() -> ModuleType:
-    from foak.kernels.lora import thin_triton
-
-    return thin_triton
-
-
-def through_b(
-    thin: Any, dy: Tensor, b: Tensor, z: Tensor, scale: float, parts: int, rank: int, *, needs_db: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of z, [N, rank] wide, and of b, from that of the output, [N, O]; `z` is [1, N, rank]."""
-    dz = thin.project(dy, [b], [scale], [0.0], 0, parts, rank, transposed=True)[0]
-    if not needs_db:
-        return dz, None
-    db = thin.reduce_rows(dy, z, [0.0], 0, parts)[0, : b.shape[1]].t()
-    return dz, db.to(b.dtype, memory_format=torch.contiguous_format)
-
-
-def _product_of(call: Call, x: Tensor, weight: Tensor) -> ModuleType:
-    if not call.on_triton or x.shape[0] == 0:
+def _product_of(recipe: Recipe, x: Tensor, weight: Tensor) -> ModuleType:
+    if not recipe.on_triton or x.numel() == 0:
         return reference
-    from foak.kernels.lora import product_triton
-
-    return product_triton if product_triton.fits(x, weight, call.rank, call.parts) else concatenation
+    own: ModuleType = kernels("product_triton")
+    return own if own.fits(x, weight, recipe.rank, recipe.parts) else concatenation
 
 
 class Promise(torch.autograd.Function):
@@ -126,46 +178,58 @@ class Promise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             call.project(x, factors[::2])
-        ctx.call_of = (call.members, call.dtype, call.drops, call.seed, call.parts, call.rank, call.thin)
-        ctx.x_of = (x.shape, x.dtype)
-        ctx.save_for_backward(x if x.dtype is call.dtype else call.x, call.z, *factors)
+        ctx.recipe = recipe = call.recipe
+        ctx.input_shape, ctx.input_dtype = x.shape, x.dtype
+        ctx.save_for_backward(x if x.dtype is recipe.dtype else call.x, call.z, *factors)
         ctx.set_materialize_grads(False)
-        place = call.x.new_empty(())
-        return tuple(place.expand(*call.leading, m.out_features) for m in call.members)
+        return tuple([call.placeholder(index) for index in range(len(recipe.members))])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         x, z, *factors = ctx.saved_tensors
-        members, dtype, drops, seed, parts, rank, thin = ctx.call_of
-        x = x.reshape(-1, x.shape[-1])
-        factors = [factor.contiguous() for factor in factors]
-        shape, x_dtype = ctx.x_of
-        needs_dx, needs_factors = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
-        if all(dy is None for dy in upstream):
+        recipe: Recipe = ctx.recipe
+        missing = [dy is None for dy in upstream]
+        if all(missing):
             return (None,) * (2 + len(factors))
-        with torch.autocast(x.device.type, enabled=False):
-            dx: Tensor | None = None
-            dz = torch.zeros_like(z) if any(dy is None for dy in upstream) else torch.empty_like(z)
-            found: list[Tensor | None] = [None] * len(factors)
-            for index, (member, dy) in enumerate(zip(members, upstream, strict=True)):
+        _, needs_dx, *needs = ctx.needs_input_grad
+        factors = [factor.contiguous() for factor in factors]
+        found: list[Tensor | None] = [None] * len(factors)
+        dx: Tensor | None = None
+        dz = torch.empty_like(z)
+        alone = len(upstream) == 1
+        of_member = ((z, dz),) if alone else zip(z.unbind(), dz.unbind(), strict=True)
+        with without_autocast(x.device.type):
+            for index, (dy, (z_part, dz_part)) in enumerate(zip(upstream, of_member, strict=True)):
                 if dy is None:
+                    dz_part.zero_()
                     continue
+                dy = rows_of(dy, recipe.dtype)
                 b = factors[2 * index + 1]
-                dy = dy.reshape(-1, member.out_features).to(dtype)
-                through = (thin, dy, b, z[index : index + 1], member.scale, parts, rank)
-                dz[index], found[2 * index + 1] = through_b(*through, needs_db=needs_factors[2 * index + 1])
+                needs_db = needs[2 * index + 1]
+                found[2 * index + 1] = recipe.through_b(dy, b, z_part, dz_part, index, needs_db=needs_db)
                 if needs_dx:
-                    weight = member.weight(dtype)
+                    weight = recipe.members[index].weight(recipe.dtype)
                     dx = torch.mm(dy, weight) if dx is None else dx.addmm_(dy, weight)
-            if dx is not None or any(needs_factors[::2]):
-                da = thin.reduce_rows(x, dz, drops, seed, parts, factors=factors[::2], dx=dx)
-                for index, a in enumerate(factors[::2]):
-                    if needs_factors[2 * index] and upstream[index] is not None:
-                        found[2 * index] = da[index, : a.shape[0]].to(a.dtype)
-        return None, None if dx is None else dx.view(shape).to(x_dtype), *found
+            if dx is not None or any(needs[::2]):
+                a = factors[::2]
+                da = recipe.thin.reduce_rows(x, dz, a, recipe.drops, recipe.seed, recipe.parts, dx=dx)
+                for index, gradient in enumerate(da):
+                    if needs[2 * index] and not missing[index]:
+                        found[2 * index] = gradient
+        if dx is not None:
+            dx = dx if dx.shape == ctx.input_shape else dx.view(ctx.input_shape)
+            dx = dx if dx.dtype is ctx.input_dtype else dx.to(ctx.input_dtype)
+        return None, dx, *found
+
+
+def rows_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor [..., K] as [N, K] in `dtype`."""
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 class Fulfil(torch.autograd.Function):
@@ -173,7 +237,7 @@ class Fulfil(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, index: int, placeholder: Tensor) -> Tensor:
-        with torch.autocast(placeholder.device.type, enabled=False):
+        with without_autocast(placeholder.device.type):
             return call.product(index)
 
     @staticmethod

@@ -9,6 +9,8 @@ the base's product is given in fp32, and the adapter's is added before the one r
 import torch
 from torch import Tensor
 
+from foak.kernels.lora.parts import WIDE
+
 _ALIGNMENT = 8  # elements of 2 bytes: rows that begin at multiples of 16 bytes
 
 
@@ -22,8 +24,13 @@ def _parts(factor: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
 
 
 def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None, parts: int) -> Tensor:
-    """`x @ weight.T + z @ b.T + bias` in x's dtype: [N, O]; see `product_triton.product`."""
-    if parts == 0:
+    """`x @ weight.T + z @ b.T + bias` in x's dtype: [..., O]; see `product_triton.product`."""
+    leading = x.shape[:-1]
+    return _product(x.reshape(-1, x.shape[-1]), weight, z, b, bias, parts).view(*leading, weight.shape[0])
+
+
+def _product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+    if parts == WIDE:
         y = torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().t()
         y.addmm_(z[:, : b.shape[1]], b.float().t())
         return (y if bias is None else y.add_(bias)).to(x.dtype)

@@ -25,7 +25,7 @@ def threshold_of(p: float) -> int:
 
 def draw_seed() -> int:
     """A seed of 62 bits from PyTorch's default generator on the CPU: it moves on, and no device is waited for."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 2**62))
+    return int(torch.randint(2**62, (), device="cpu").item())
 
 
 def keep_mask(seed: int, stream: int, rows: int, columns: int, p: float, device: torch.device) -> Tensor:

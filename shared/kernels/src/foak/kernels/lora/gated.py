@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foak.kernels.autograd import once_differentiable
+from foak.kernels.autograd import once_differentiable, without_autocast
 from foak.kernels.geglu import geglu
-from foak.kernels.lora.autograd import Call, LoraMember, through_b
+from foak.kernels.lora.autograd import Call, LoraMember, Recipe, kernels, rows_of
 from foak.kernels.swiglu import swiglu
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -18,13 +18,15 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 class GatedCall(Call):
     """One application of a layer to `act(gate) * up`, each [..., K] of one dtype."""
 
+    __slots__ = ("activation", "fuses")
+
     def __init__(
         self, member: LoraMember, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype, rounds_factors: bool
     ) -> None:
         """`dtype` is that of the layer's product."""
         super().__init__([member], gate, dtype, rounds_factors)
         # the fused kernels read gate and up in the dtype that they multiply in
-        self.fuses = self.on_triton and gate.dtype is dtype and up.dtype is dtype and up.device == gate.device
+        self.fuses = self.recipe.on_triton and gate.dtype is dtype and up.dtype is dtype and up.device == gate.device
         self.activation = activation
 
     def project_gated(self, gate: Tensor, up: Tensor, a: Tensor) -> None:
@@ -32,13 +34,8 @@ class GatedCall(Call):
         if not self.fuses:
             self.project(activate(gate, up, self.activation), [a])
             return
-        from foak.kernels.lora import gated_triton
-
-        (member,) = self.members
-        gate, up = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
-        how = (member.scale, member.dropout_p, self.seed, self.parts, self.rank)
-        self.x, z = gated_triton.project(gate, up, self.activation, a.contiguous(), *how)
-        self.z = z[None]
+        fused = kernels("gated_triton")
+        self.x, self.z = fused.project(gate, up, self.activation, a.contiguous(), self.recipe)
 
 
 def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -53,49 +50,43 @@ class GatedPromise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: GatedCall, gate: Tensor, up: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        with torch.autocast(gate.device.type, enabled=False):
+        with without_autocast(gate.device.type):
             call.project_gated(gate, up, a)
-        (member,) = call.members
-        ctx.call_of = (member, call.dtype, call.activation, call.seed, call.parts, call.rank, call.thin, call.fuses)
+        ctx.recipe, ctx.activation, ctx.fuses = call.recipe, call.activation, call.fuses
         ctx.save_for_backward(gate, up, call.z, a, b)
-        place: Tensor = call.z.new_empty((), dtype=call.dtype).expand(*call.leading, member.out_features)
-        return place
+        return call.placeholder(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, z, a, b = ctx.saved_tensors
-        member, dtype, activation, seed, parts, rank, thin, fuses = ctx.call_of
-        p = member.dropout_p
-        a, b = a.contiguous(), b.contiguous()
-        with torch.autocast(gate.device.type, enabled=False):
-            dy = dy.reshape(-1, member.out_features).to(dtype)
-            dz, db = through_b(thin, dy, b, z, member.scale, parts, rank, needs_db=ctx.needs_input_grad[4])
-            dh = torch.mm(dy, member.weight(dtype))
-            gate_rows, up_rows = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
-            if fuses:
-                from foak.kernels.lora import gated_triton
-
-                dgate, dup, da = gated_triton.backward(dh, gate_rows, up_rows, activation, dz, a, p, seed, parts)
-            else:
-                dgate, dup, da = _backward(dh, gate_rows, up_rows, activation, dz, a, p, seed, parts, thin)
+        recipe: Recipe = ctx.recipe
+        _, needs_dgate, needs_dup, needs_da, needs_db = ctx.needs_input_grad
+        a = a.contiguous()
+        dz = torch.empty_like(z)
+        with without_autocast(gate.device.type):
+            dy = rows_of(dy, recipe.dtype)
+            db = recipe.through_b(dy, b.contiguous(), z, dz, 0, needs_db=needs_db)
+            dh = torch.mm(dy, recipe.members[0].weight(recipe.dtype))
+            backward = kernels("gated_triton").backward if ctx.fuses else _backward
+            dgate, dup, da = backward(dh, gate, up, ctx.activation, dz, a, recipe)
         return (
             None,
-            dgate.view(gate.shape) if ctx.needs_input_grad[1] else None,
-            dup.view(up.shape) if ctx.needs_input_grad[2] else None,
-            da[: a.shape[0]].to(a.dtype) if ctx.needs_input_grad[3] else None,
+            dgate.view(gate.shape) if needs_dgate else None,
+            dup.view(up.shape) if needs_dup else None,
+            da if needs_da else None,
             db,
         )
 
 
 def _backward(
-    dh: Tensor, gate: Tensor, up: Tensor, activation: str, dz: Tensor, a: Tensor, p: float, seed: int, parts: int,
-    thin: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dh: Tensor, gate: Tensor, up: Tensor, activation: str, dz: Tensor, a: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `gated_triton.backward` computes, by autograd's own formulas."""
     with torch.enable_grad():
         gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
         h = activate(gate, up, activation)
-    da = thin.reduce_rows(h.detach().to(dh.dtype), dz[None], [p], seed, parts, factors=[a], dx=dh)[0]
-    dgate, dup = torch.autograd.grad(h, (gate, up), dh.to(h.dtype))
+    narrow = h.detach().to(dh.dtype)
+    (da,) = recipe.thin.reduce_rows(narrow, dz, [a], recipe.drops, recipe.seed, recipe.parts, dx=dh)
+    dgate, dup = torch.autograd.grad(h, (gate, up), dh.to(h.dtype).view(h.shape))
     return dgate, dup, da

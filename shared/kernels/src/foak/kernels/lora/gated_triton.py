@@ -14,20 +14,23 @@ import triton.language as tl
 from torch import Tensor
 
 from foak.kernels._rows import row_view
-from foak.kernels.geglu.triton import _gate as geglu_gate
-from foak.kernels.launch import empty_rows, multiprocessor_count, on_device_of
+from foak.kernels.geglu.triton import weigh_gelu
+from foak.kernels.launch import empty_rows, multiprocessor_count
+from foak.kernels.launcher import Launcher, planned
+from foak.kernels.lora.autograd import Recipe
 from foak.kernels.lora.dropout import threshold_of
 from foak.kernels.lora.dropout_triton import keep_both, kept
-from foak.kernels.lora.thin_triton import (
-    add_outer,
-    columns_of,
-    load_factor,
-    low_rank_share,
-    split_dot,
-    stages,
-)
+from foak.kernels.lora.factors_triton import add_outer, columns_of, load_factor, low_rank_share, split_dot, stages
+from foak.kernels.lora.thin_triton import sum_parts
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+PROJECT_ROWS = 32
+"""Rows of a program of `project`."""
+
+BACKWARD_ROWS, BACKWARD_COLUMNS = 16, 64
+"""A tile of `backward`: five tiles and their successors are in registers, and small ones leave room for many
+programs."""
 
 
 @triton.jit
@@ -37,7 +40,7 @@ def _weigh(gate, ACTIVATION: tl.constexpr):
         p = tl.sigmoid(gate)
         slope = p * (1.0 - p)
     else:
-        p, slope = geglu_gate(gate, ACTIVATION == 2)
+        p, slope = weigh_gelu(gate, ACTIVATION == 2)
     return p, slope
 
 
@@ -127,68 +130,81 @@ def _backward_kernel(
     tl.store(out, acc + fine, mask=in_row[None, :])
 
 
-def project(
-    gate: Tensor, up: Tensor, activation: str, a: Tensor, scale: float, p: float, seed: int, parts: int, rank: int
-) -> tuple[Tensor, Tensor]:
-    """h [N, K] in gate's dtype, and `scale * (mask * h) @ a.T` [N, rank] fp32.
+@planned
+def _project_plan(
+    activation: str, length: int, adapter_rank: int, rank: int, masked: bool, parts: int, stages: int
+) -> Launcher:
+    return Launcher(
+        _project_kernel, num_warps=8, num_stages=stages,
+        ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=adapter_rank, R=rank, DROPS=masked, PARTS=parts,
+        BLOCK_N=PROJECT_ROWS, BLOCK_K=columns_of(rank, parts),
+    )  # fmt: skip
+
+
+@planned
+def _backward_plan(
+    activation: str, length: int, adapter_rank: int, rank: int, masked: bool, parts: int, multiprocessors: int
+) -> tuple[Launcher, int, int]:
+    """What launches the backward, its blocks along the columns, and the most along the rows."""
+    launcher = Launcher(
+        _backward_kernel, num_warps=4, num_stages=2,
+        ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=adapter_rank, R=rank, DROPS=masked, PARTS=parts,
+        BLOCK_N=BACKWARD_ROWS, BLOCK_K=BACKWARD_COLUMNS,
+    )  # fmt: skip
+    blocks = -(-length // BACKWARD_COLUMNS)
+    return launcher, blocks, max(1, 8 * multiprocessors // blocks)
+
+
+def project(gate: Tensor, up: Tensor, activation: str, a: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """h [..., K] in gate's dtype, and `scale * (mask * h) @ a.T` [N, R] fp32.
 
     Args:
-        gate: [N, K], unit stride in K.
-        up: [N, K] of the same dtype.
+        gate: [..., K].
+        up: [..., K] of the same dtype.
         activation: "silu", "gelu" or "gelu_tanh".
         a: [rank of the adapter, K], contiguous.
-        scale, p, seed, parts, rank: see `thin_triton.project`.
+        recipe: of the one layer behind the activation.
     """
     length = gate.shape[-1]
+    h = empty_rows(gate, gate.dtype)
+    count = h.numel() // length
+    z = gate.new_empty((count, recipe.rank), dtype=torch.float32)
+    if count == 0:
+        return h, z
     gate_rows, gate_stride = row_view(gate, length)
     up_rows, up_stride = row_view(up, length)
-    count = gate_rows.shape[0]
-    h = empty_rows(gate, gate.dtype)
-    z = gate.new_empty((count, rank), dtype=torch.float32)
-    block = 32
-    with on_device_of(gate):
-        _project_kernel[(-(-count // block),)](
-            gate_rows, up_rows, a, h, z, count, gate_stride, up_stride, seed, threshold_of(p), scale,
-            ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=a.shape[0], R=rank, DROPS=p > 0, PARTS=parts,
-            BLOCK_N=block, BLOCK_K=columns_of(rank, parts), num_warps=8, num_stages=stages(gate),
-        )  # fmt: skip
+    (p,), (scale,) = recipe.drops, recipe.scales
+    launch = _project_plan(activation, length, a.shape[0], recipe.rank, p > 0, recipe.parts, stages(gate))
+    tensors = (gate_rows, up_rows, a, h, z)
+    numbers = (count, gate_stride, up_stride, recipe.seed, threshold_of(p), scale)
+    launch((-(-count // PROJECT_ROWS),), tensors, *numbers)
     return h, z
 
 
 def backward(
-    dh: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    dz: Tensor,
-    a: Tensor,
-    p: float,
-    seed: int,
-    parts: int,
+    dh: Tensor, gate: Tensor, up: Tensor, activation: str, dz: Tensor, a: Tensor, recipe: Recipe
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up, [N, K], and `dz.T @ (mask * h)`, [R, K] fp32; dgate lies in `dh`'s memory.
+    """The gradients of gate and up, and `dz.T @ (mask * h)`, like `a`; dgate lies in `dh`'s memory.
 
     Args:
         dh: [N, K] contiguous, in gate's dtype: the base's share of h's gradient; overwritten.
         dz: [N, R] fp32.
-        gate, up, activation, a, p, seed, parts: see `project`.
+        gate, up, activation, a, recipe: see `project`.
     """
-    length, rank = gate.shape[-1], dz.shape[-1]
+    length = gate.shape[-1]
+    count, rank = dz.shape
+    dup = empty_rows(up, up.dtype)
+    if count == 0:
+        return dh, dup, torch.zeros_like(a)
     gate_rows, gate_stride = row_view(gate, length)
     up_rows, up_stride = row_view(up, length)
-    count = gate_rows.shape[0]
-    dup = empty_rows(gate, gate.dtype)
-    block_n, block_k = (
-        16,
-        64,
-    )  # five tiles and their successors are in registers: small ones leave room for many programs
-    blocks = -(-length // block_k)
-    splits = max(1, min(-(-count // block_n), 8 * multiprocessor_count(gate) // blocks))
-    partial = gate.new_empty((splits, rank, length), dtype=torch.float32)
-    with on_device_of(gate):
-        _backward_kernel[(blocks, splits)](
-            dh, gate_rows, up_rows, dz, a, dh, dup, partial, count, gate_stride, up_stride, seed, threshold_of(p),
-            ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=a.shape[0], R=rank, DROPS=p > 0, PARTS=parts,
-            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=2,
-        )  # fmt: skip
-    return dh, dup, partial.sum(dim=0)
+    (p,) = recipe.drops
+    launch, blocks, most = _backward_plan(
+        activation, length, a.shape[0], rank, p > 0, recipe.parts, multiprocessor_count(gate)
+    )
+    splits = min(-(-count // BACKWARD_ROWS), most)
+    partial = gate.new_empty((splits, 1, rank, length), dtype=torch.float32)
+    tensors = (dh, gate_rows, up_rows, dz, a, dh, dup, partial)
+    launch((blocks, splits), tensors, count, gate_stride, up_stride, recipe.seed, threshold_of(p))
+    (da,) = sum_parts(partial, [a], (a.shape[0],), False)
+    return dh, dup, da

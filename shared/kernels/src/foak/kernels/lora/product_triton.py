@@ -7,13 +7,16 @@ there is lost. Here it is one more step of the same sum. A persistent grid walks
 while the others multiply, which is what makes it as fast as cuBLAS, and what other GPUs cannot do.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foak.kernels.launch import multiprocessor_count, on_device_of
+from foak.kernels.launch import multiprocessor_count
+from foak.kernels.launcher import Launcher, planned
+from foak.kernels.lora.parts import ROUNDED
 
 RANK_STEP = 16
 """Ranks of one step of the epilogue: the least that the tensor cores take."""
@@ -102,64 +105,70 @@ def _product_kernel(
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-
 LARGEST_EPILOGUE = 128
 """Ranks times parts beyond which the epilogue, which is unrolled, would take long to compile."""
 
 
 def fits(x: Tensor, weight: Tensor, rank: int, parts: int) -> bool:
     """Whether the kernel serves the operands: on Hopper, 16-bit rows that begin at multiples of 16 bytes."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] != 9:
+    if x.is_cuda and not _is_hopper(x.get_device()):
         return False
     if not 1 <= parts <= rank * parts <= LARGEST_EPILOGUE or weight.shape[0] % 8:
         return False
-    return all(
-        t.dtype in _DTYPES and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 and t.shape[1] > 0
-        for t in (x, weight)
+    return _has_even_rows(weight) and _has_even_rows(x) and (x.dim() == 2 or x.is_contiguous())
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _has_even_rows(matrix: Tensor) -> bool:
+    *_, rows, columns = matrix.stride()
+    return (
+        matrix.dtype in _DTYPES
+        and columns == 1
+        and rows % 8 == 0
+        and matrix.data_ptr() % 16 == 0
+        and matrix.shape[-1] > 0
     )
 
 
+@planned
+def _plan(
+    out_features: int, length: int, has_bias: bool, rank: int, wide_rank: int, parts: int, dtype: torch.dtype,
+    on_gpu: bool, multiprocessors: int,
+) -> tuple[Launcher, int, int]:  # fmt: skip
+    """What launches the kernel, a tile's rows, and the tiles along a row."""
+    block_n, block_o, block_k = (128, 256 if out_features >= 2048 else 128, 64) if on_gpu else (16, 32, 32)
+    launcher = Launcher(
+        _product_kernel, num_warps=8, num_stages=3, blocks=([block_n, block_k], [block_o, block_k], [block_n, block_o]),
+        HAS_BIAS=has_bias, RANK=rank, R=wide_rank, PARTS=parts, DTYPE=_DTYPES[dtype],
+        BLOCK_N=block_n, BLOCK_O=block_o, BLOCK_K=block_k, BAND=8, PROGRAMS=multiprocessors, SPECIALIZE=on_gpu,
+        EARLY=parts == ROUNDED and wide_rank <= 2 * RANK_STEP,
+    )  # fmt: skip
+    return launcher, block_n, -(-out_features // block_o)
+
+
 def product(x: Tensor, weight: Tensor, z: Tensor, b: Tensor, bias: Tensor | None, parts: int) -> Tensor:
-    """`x @ weight.T + z @ b.T + bias` in x's dtype: [N, O].
+    """`x @ weight.T + z @ b.T + bias` in x's dtype: [..., O].
 
     Args:
-        x: [N, K], bf16 or fp16, of which `fits` holds, as of `weight`.
+        x: [..., K], bf16 or fp16, of which `fits` holds, as of `weight`.
         weight: [O, K], x's dtype, any row stride.
-        z: [N, R] fp32, zero beyond the rank.
+        z: [N, R] contiguous, fp32, zero beyond the rank.
         b: [O, rank], contiguous, any floating dtype.
-        bias: [O] or None.
+        bias: [O], contiguous, or None.
         parts: into how many numbers of x's dtype `z` and `b` are split, at least 1.
     """
-    row_count, length = x.shape
-    out_features = weight.shape[0]
-    y = x.new_empty((row_count, out_features))
+    out_features, length = weight.shape
+    row_count, wide_rank = z.shape
     sms = multiprocessor_count(x)
-    block_n, block_o, block_k = (128, 256 if out_features >= 2048 else 128, 64) if x.is_cuda else (16, 32, 32)
-    tiles = -(-row_count // block_n) * -(-out_features // block_o)
-    with on_device_of(x):
-        _product_kernel[(min(sms, tiles),)](
-            TensorDescriptor.from_tensor(x, [block_n, block_k]),
-            TensorDescriptor.from_tensor(weight, [block_o, block_k]),
-            TensorDescriptor.from_tensor(y, [block_n, block_o]),
-            z,
-            b,
-            y if bias is None else bias,
-            row_count,
-            out_features,
-            length,
-            HAS_BIAS=bias is not None,
-            RANK=b.shape[1],
-            R=z.shape[1],
-            PARTS=parts,
-            DTYPE=_DTYPES[x.dtype],
-            BLOCK_N=block_n,
-            BLOCK_O=block_o,
-            BLOCK_K=block_k,
-            BAND=8,
-            PROGRAMS=sms,
-            SPECIALIZE=x.is_cuda,
-            EARLY=parts == 1 and z.shape[1] <= 2 * RANK_STEP,
-            num_warps=8,
-            num_stages=3,
-        )
+    launch, block_n, tiles_o = _plan(
+        out_features, length, bias is not None, b.shape[1], wide_rank, parts, x.dtype, x.is_cuda, sms
+    )
+    y = x.new_empty((*x.shape[:-1], out_features))
+    programs = min(sms, -(-row_count // block_n) * tiles_o)
+    tensors = (x, weight, y, z, b, y if bias is None else bias)
+    launch((programs,), tensors, row_count, out_features, length)
     return y

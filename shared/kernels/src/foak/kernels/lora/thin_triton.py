@@ -3,16 +3,9 @@
 `project` shortens rows: from [N, K] to rank. `reduce_rows` sums over rows: from [N, K] to [rank, K], and adds the
 adapters' share to the input's gradient in the same pass. Both apply dropout masks on the way (`dropout.py`), for up to
 `GROUP` adapters that share the wide operand.
-
-A factor of more bits than the wide operand (fp32 beside bf16) is split into `PARTS` numbers of the narrow dtype that
-add up to it, each multiplied on the tensor cores: 3 bf16 parts hold all 24 bits of an fp32 number. The products of the
-first parts and those of the others have a sum each: tensor cores cut off what lies below a sum's last bit, and so the
-large sum is cut no more often than it has terms. Beside fp16, whose range is too small for the products in between,
-`PARTS` is 0: both operands are multiplied as fp32 numbers, in three products of 19-bit ones.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -20,27 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 from foak.kernels._rows import row_view
-from foak.kernels.launch import multiprocessor_count, on_device_of
+from foak.kernels.launch import multiprocessor_count
+from foak.kernels.launcher import Launcher, planned
 from foak.kernels.lora.dropout import threshold_of
 from foak.kernels.lora.dropout_triton import keep_both, kept, streams
+from foak.kernels.lora.factors_triton import (
+    GROUP,
+    add_outer,
+    columns_of,
+    filled,
+    load_factor,
+    low_rank_share,
+    split_dot,
+    stages,
+    together,
+)
 
-GROUP = 3
-"""Adapters of one launch: query, key and value."""
-
-
-@triton.jit
-def split_dot(narrow, factor, acc, fine, PARTS: tl.constexpr):
-    """acc + fine + narrow @ factor, `factor` in `PARTS` parts of `narrow`'s dtype, the first of which goes into acc."""
-    if PARTS == 0:
-        acc = tl.dot(narrow.to(tl.float32), factor.to(tl.float32), acc, input_precision="tf32x3")
-    else:
-        part = factor.to(narrow.dtype)
-        acc = tl.dot(narrow, part, acc)
-        for _ in tl.static_range(1, PARTS):
-            factor = factor.to(tl.float32) - part.to(tl.float32)
-            part = factor.to(narrow.dtype)
-            fine = tl.dot(narrow, part, fine)
-    return acc, fine
+PROJECT_ROWS = 64
+"""Rows of a program of `project`."""
 
 
 @triton.jit
@@ -102,46 +92,6 @@ def _project_kernel(
         tl.store(out + member, (acc1 + fine1) * scale1, mask=in_rows[:, None])
     if COUNT > 2:
         tl.store(out + 2 * member, (acc2 + fine2) * scale2, mask=in_rows[:, None])
-
-
-@triton.jit
-def load_factor(
-    a_ptr, columns, K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, NARROW: tl.constexpr, PARTS: tl.constexpr
-):
-    """[R, BLOCK_K] of a factor: rounded at once where one part is all that is used."""
-    ranks = tl.arange(0, R)
-    mask = (ranks < RANK)[:, None] & (columns < K)[None, :]
-    a = tl.load(a_ptr + ranks[:, None] * K + columns[None, :], mask=mask, other=0.0)
-    return a.to(NARROW) if PARTS == 1 else a
-
-
-@triton.jit
-def low_rank_share(z, a, narrow: tl.constexpr, PARTS: tl.constexpr):
-    """z @ a in fp32: z's parts from coarse to fine, each with as many of a's as matter."""
-    share = tl.zeros([z.shape[0], a.shape[1]], dtype=tl.float32)
-    if PARTS == 0:
-        share = tl.dot(z, a.to(tl.float32), share, input_precision="tf32x3")
-    for index in tl.static_range(PARTS):
-        part = z.to(narrow)
-        share, fine = split_dot(part, a, share, tl.zeros_like(share), PARTS - index)
-        share += fine
-        z = z - part.to(tl.float32)
-    return share
-
-
-@triton.jit
-def add_outer(z, x, acc, fine, PARTS: tl.constexpr):
-    """acc + fine + z.T @ x, z in `PARTS` parts of x's dtype, the first of which goes into acc."""
-    if PARTS == 0:
-        acc = tl.dot(tl.trans(z), x.to(tl.float32), acc, input_precision="tf32x3")
-    else:
-        part = z.to(x.dtype)
-        acc = tl.dot(tl.trans(part), x, acc)
-        for _ in tl.static_range(1, PARTS):
-            z = z - part.to(tl.float32)
-            part = z.to(x.dtype)
-            fine = tl.dot(tl.trans(part), x, fine)
-    return acc, fine
 
 
 @triton.jit
@@ -235,26 +185,56 @@ def _reduce_kernel(
         tl.store(out + 2 * R * K, acc2 + fine2, mask=in_row[None, :])
 
 
-def together(rank: int, parts: int) -> bool:
-    """Whether several adapters fit the registers of one program; else each has a launch of its own."""
-    return rank <= 32 and parts == 1
+@triton.jit(do_not_specialize=["splits"])
+def _sum_kernel(
+    partial_ptr,  # [splits, COUNT, R, K], fp32
+    out0_ptr, out1_ptr, out2_ptr,  # each [RANK, K], or [K, RANK] where TRANSPOSED
+    splits,
+    K: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, R: tl.constexpr,
+    COUNT: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sum over the programs of `_reduce_kernel`, always in the same order, rounded once to each factor's dtype."""
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    member = tl.program_id(2)
+    places = ranks[:, None] * K + columns[None, :]
+    in_row = (columns < K)[None, :] & (ranks < R)[:, None]
+    total = tl.zeros([BLOCK_S, BLOCK_R, BLOCK_K], dtype=tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        parts = first + tl.arange(0, BLOCK_S)
+        offsets = (parts.to(tl.int64) * COUNT + member)[:, None, None] * (R * K) + places[None, :, :]
+        total += tl.load(partial_ptr + offsets, mask=(parts < splits)[:, None, None] & in_row[None, :, :], other=0.0)
+    found = tl.sum(total, axis=0)
+    if member == 0:
+        _store_factor(out0_ptr, found, ranks, columns, K, RANK0, TRANSPOSED)
+    if COUNT > 1 and member == 1:
+        _store_factor(out1_ptr, found, ranks, columns, K, RANK1, TRANSPOSED)
+    if COUNT > 2 and member == 2:
+        _store_factor(out2_ptr, found, ranks, columns, K, RANK2, TRANSPOSED)
 
 
-def columns_of(rank: int, parts: int) -> int:
-    """Columns of a tile of a kernel that holds its factor in shared memory: 99 KiB of it are enough at any rank."""
-    if rank <= 32:
-        return 128 if parts else 64
-    if rank <= 64 and parts:
-        return 64
-    return 32 if rank <= 128 or parts else 16
+@triton.jit
+def _store_factor(out_ptr, found, ranks, columns, K: tl.constexpr, RANK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        places = columns[None, :].to(tl.int64) * RANK + ranks[:, None]
+    else:
+        places = ranks[:, None].to(tl.int64) * K + columns[None, :]
+    mask = (ranks < RANK)[:, None] & (columns < K)[None, :]
+    tl.store(out_ptr + places, found.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def stages(x: Tensor) -> int:
-    """Tiles that are loaded ahead: three where a program may have the shared memory of a data centre's GPU."""
-    if not x.is_cuda:
-        return 1
-    properties: Any = torch.cuda.get_device_properties(x.device)
-    return 3 if properties.shared_memory_per_block_optin > 160_000 else 2
+@planned
+def _project_plan(
+    length: int, ranks: tuple[int, ...], rank: int, transposed: bool, masked: tuple[bool, ...], parts: int, stages: int
+) -> Launcher:
+    rank0, rank1, rank2 = filled(ranks, GROUP)
+    drops0, drops1, drops2 = (*masked, False, False)[:GROUP]
+    return Launcher(
+        _project_kernel, num_warps=8 if any(masked) or rank > 32 else 4, num_stages=stages,
+        K=length, RANK0=rank0, RANK1=rank1, RANK2=rank2, R=rank,
+        STRIDE_R=1 if transposed else length, STRIDE_K=rank0 if transposed else 1, COUNT=len(ranks),
+        DROPS0=drops0, DROPS1=drops1, DROPS2=drops2, PARTS=parts, BLOCK_N=PROJECT_ROWS, BLOCK_K=columns_of(rank, parts),
+    )  # fmt: skip
 
 
 def project(
@@ -264,108 +244,147 @@ def project(
     drops: Sequence[float],
     seed: int,
     parts: int,
-    rank: int,
+    out: Tensor,
     *,
     transposed: bool = False,
-) -> Tensor:
-    """`scale_i * (mask_i * x) @ factor_i.T` for every factor: [M, N, rank] fp32, zeros beyond a factor's own rank.
+) -> None:
+    """Writes `scale_i * (mask_i * x) @ factor_i.T` for every factor into `out`, zeros beyond a factor's own rank.
 
     Args:
-        x: [N, K], unit stride in K.
-        factors: 1 to `GROUP` of [rank_i, K] (or [K, rank_i] with `transposed`), contiguous.
+        x: [..., K], any row stride.
+        factors: 1 to `GROUP` of [rank_i, K] (or one of [K, rank] with `transposed`), contiguous.
         scales: one number each.
         drops: the dropout probability of each; 0 leaves x as it is.
         seed: of the masks.
-        parts: into how many numbers of x's dtype a factor is split; 0: all is multiplied as fp32.
-        rank: a power of two, at least 16 and at least every rank.
+        parts: into how many numbers of x's dtype a factor is split; see `parts.py`.
+        out: [M, N, R] contiguous, fp32 ([N, R] for one factor); R is a power of two, at least 16 and at least every
+            rank.
         transposed: whether a factor's rank is its last dimension.
     """
-    rows, _ = row_view(x, x.shape[-1])
-    out = x.new_empty((len(factors), rows.shape[0], rank), dtype=torch.float32)
-    step = len(factors) if together(rank, parts) else 1
-    for first in range(0, len(factors), step):
-        last = first + step
-        _project(rows, factors[first:last], scales[first:last], drops[first:last], seed, first, parts, out[first:last],
-                 transposed)  # fmt: skip
-    return out
+    count = len(factors)
+    if count > 1 and not together(out.shape[-1], parts):
+        for index, part in enumerate(out.unbind()):
+            here = slice(index, index + 1)
+            _project(x, factors[here], scales[here], drops[here], seed, index, parts, part, transposed)
+    else:
+        _project(x, factors, scales, drops, seed, 0, parts, out, transposed)
 
 
 def _project(
-    rows: Tensor, factors: Sequence[Tensor], scales: Sequence[float], drops: Sequence[float], seed: int, stream: int,
+    x: Tensor, factors: Sequence[Tensor], scales: Sequence[float], drops: Sequence[float], seed: int, stream: int,
     parts: int, out: Tensor, transposed: bool,
 ) -> None:  # fmt: skip
-    """One launch of `project`: adapters from number `stream` on, into `out` [M, N, rank]."""
-    count, row_count, rank = out.shape
-    length = rows.shape[1]
-    ranks = [factor.shape[1 if transposed else 0] for factor in factors]
-    fill = GROUP - count
-    thresholds = [threshold_of(p) for p in drops] + [0] * fill
-    masked = any(p > 0 for p in drops)
-    with on_device_of(rows):
-        _project_kernel[(-(-row_count // 64),)](
-            rows, *factors, *[factors[0]] * fill, out, row_count, rows.stride(0), seed, stream,
-            *thresholds, *scales, *[1.0] * fill,
-            K=length, RANK0=ranks[0], RANK1=(*ranks, 1, 1)[1], RANK2=(*ranks, 1, 1)[2], R=rank,
-            STRIDE_R=1 if transposed else length, STRIDE_K=ranks[0] if transposed else 1, COUNT=count,
-            DROPS0=drops[0] > 0, DROPS1=count > 1 and drops[1] > 0, DROPS2=count > 2 and drops[2] > 0,
-            PARTS=parts, BLOCK_N=64, BLOCK_K=columns_of(rank, parts), num_warps=8 if masked or rank > 32 else 4,
-            num_stages=stages(rows),
-        )  # fmt: skip
+    """One launch of `project`: adapters from number `stream` on."""
+    row_count, rank = out.shape[-2:]
+    if row_count == 0:
+        return
+    length = x.shape[-1]
+    rows, stride = row_view(x, length)
+    ranks = tuple([factor.shape[1 if transposed else 0] for factor in factors])
+    masked = tuple([p > 0 for p in drops])
+    launch = _project_plan(length, ranks, rank, transposed, masked, parts, stages(x))
+    fill = GROUP - len(factors)
+    launch(
+        (-(-row_count // PROJECT_ROWS),), (rows, *factors, *[factors[0]] * fill, out), row_count, stride, seed, stream,
+        *[threshold_of(p) for p in drops], *[0] * fill, *scales, *[1.0] * fill,
+    )  # fmt: skip
+
+
+@planned
+def _reduce_plan(
+    length: int, ranks: tuple[int, ...], rank: int, masked: tuple[bool, ...], needs_dx: bool, parts: int,
+    multiprocessors: int,
+) -> tuple[Launcher, int, int, int]:  # fmt: skip
+    """What launches `_reduce_kernel`, its blocks along the columns, the most along the rows, and a block's rows."""
+    rank0, rank1, rank2 = filled(ranks, GROUP)
+    drops0, drops1, drops2 = (*masked, False, False)[:GROUP]
+    block_n, block_k = (32, 128) if rank <= 32 else (16, 32)
+    launcher = Launcher(
+        _reduce_kernel, num_warps=4 if needs_dx else 8, num_stages=2,
+        K=length, RANK0=rank0, RANK1=rank1, RANK2=rank2, R=rank, COUNT=len(ranks),
+        DROPS0=drops0, DROPS1=drops1, DROPS2=drops2, NEEDS_DX=needs_dx, PARTS=parts, BLOCK_N=block_n, BLOCK_K=block_k,
+    )  # fmt: skip
+    blocks = -(-length // block_k)
+    return launcher, blocks, max(1, 8 * multiprocessors // blocks), block_n
+
+
+@planned
+def _sum_plan(
+    length: int, ranks: tuple[int, ...], rank: int, transposed: bool
+) -> tuple[Launcher, tuple[int, int, int]]:
+    """What sums the parts of the gradients, and its grid."""
+    rank0, rank1, rank2 = filled(ranks, GROUP)
+    block_r, block_k = 16, 32
+    launcher = Launcher(
+        _sum_kernel, num_warps=4,
+        K=length, RANK0=rank0, RANK1=rank1, RANK2=rank2, R=rank, COUNT=len(ranks), TRANSPOSED=transposed,
+        BLOCK_S=8, BLOCK_R=block_r, BLOCK_K=block_k,
+    )  # fmt: skip
+    return launcher, (-(-length // block_k), rank // block_r, len(ranks))
 
 
 def reduce_rows(
     x: Tensor,
     z: Tensor,
+    factors: Sequence[Tensor],
     drops: Sequence[float],
     seed: int,
     parts: int,
     *,
-    factors: Sequence[Tensor] = (),
     dx: Tensor | None = None,
-) -> Tensor:
-    """`z_i.T @ (mask_i * x)` for every adapter: [M, R, K] fp32, summed in the same order every time.
+    transposed: bool = False,
+) -> list[Tensor]:
+    """`z_i.T @ (mask_i * x)` for every adapter, the gradient of its factor, summed in the same order every time.
 
     Args:
-        x: [N, K], unit stride in K.
-        z: [M, N, R] fp32.
+        x: [..., K], any row stride.
+        z: [M, N, R] contiguous, fp32; [N, R] for one factor.
+        factors: the adapters' [rank_i, K] (or one [K, rank] with `transposed`), contiguous. Each gradient has the shape
+            and the dtype of its own.
         drops: their dropout probabilities.
         seed: of the masks.
-        parts: into how many numbers of x's dtype z is split; 0: all is multiplied as fp32.
-        factors: with `dx`, the adapters' [rank_i, K].
+        parts: into how many numbers of x's dtype z is split; see `parts.py`.
         dx: [N, K] contiguous; `mask_i * (z_i @ factor_i)` is added to it in place, in fp32, rounded once for each
-            launch.
+            launch. Not with `transposed`.
+        transposed: whether a factor's rank is its last dimension.
     """
-    rows, _ = row_view(x, x.shape[-1])
-    count, _, rank = z.shape
-    step = count if together(rank, parts) else 1
-    sums = [
-        _reduce_rows(rows, z[i : i + step], drops[i : i + step], seed, i, parts, factors[i : i + step], dx)
-        for i in range(0, count, step)
-    ]
-    return sums[0] if len(sums) == 1 else torch.cat(sums)
+    if len(factors) > 1 and not together(z.shape[-1], parts):
+        return [
+            _reduce_rows(x, part, factors[i : i + 1], drops[i : i + 1], seed, i, parts, dx, transposed)[0]
+            for i, part in enumerate(z.unbind())
+        ]
+    return _reduce_rows(x, z, factors, drops, seed, 0, parts, dx, transposed)
 
 
 def _reduce_rows(
-    rows: Tensor, z: Tensor, drops: Sequence[float], seed: int, stream: int, parts: int, factors: Sequence[Tensor],
-    dx: Tensor | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, z: Tensor, factors: Sequence[Tensor], drops: Sequence[float], seed: int, stream: int, parts: int,
+    dx: Tensor | None, transposed: bool,
+) -> list[Tensor]:  # fmt: skip
     """One launch of `reduce_rows`: adapters from number `stream` on."""
-    count, row_count, rank = z.shape
-    length = rows.shape[1]
-    block_n, block_k = (32, 128) if rank <= 32 else (16, 32)
-    blocks = -(-length // block_k)
-    splits = max(1, min(-(-row_count // block_n), 8 * multiprocessor_count(rows) // blocks))
-    partial = rows.new_empty((splits, count, rank, length), dtype=torch.float32)
-    given = list(factors) if dx is not None else [z] * count
-    ranks = [factor.shape[0] for factor in factors] if dx is not None else [1] * count
+    row_count, rank = z.shape[-2:]
+    if row_count == 0:
+        return [torch.zeros_like(factor) for factor in factors]
+    length, count = x.shape[-1], len(factors)
+    rows, stride = row_view(x, length)
+    ranks = tuple([factor.shape[1 if transposed else 0] for factor in factors])
+    masked = tuple([p > 0 for p in drops])
+    launch, blocks, most, block_n = _reduce_plan(
+        length, ranks, rank, masked, dx is not None, parts, multiprocessor_count(x)
+    )
+    splits = min(-(-row_count // block_n), most)
+    partial = x.new_empty((splits, count, rank, length), dtype=torch.float32)
     fill = GROUP - count
-    with on_device_of(rows):
-        _reduce_kernel[(blocks, splits)](
-            rows, z, *given, *[given[0]] * fill, rows if dx is None else dx, partial,
-            row_count, rows.stride(0), seed, stream, *[threshold_of(p) for p in drops], *[0] * fill,
-            K=length, RANK0=ranks[0], RANK1=(*ranks, 1, 1)[1], RANK2=(*ranks, 1, 1)[2], R=rank, COUNT=count,
-            DROPS0=drops[0] > 0, DROPS1=count > 1 and drops[1] > 0, DROPS2=count > 2 and drops[2] > 0,
-            NEEDS_DX=dx is not None, PARTS=parts, BLOCK_N=block_n, BLOCK_K=block_k,
-            num_warps=4 if dx is not None else 8, num_stages=2,
-        )  # fmt: skip
-    return partial.sum(dim=0)
+    launch(
+        (blocks, splits), (rows, z, *factors, *[factors[0]] * fill, rows if dx is None else dx, partial),
+        row_count, stride, seed, stream, *[threshold_of(p) for p in drops], *[0] * fill,
+    )  # fmt: skip
+    return sum_parts(partial, factors, ranks, transposed)
+
+
+def sum_parts(partial: Tensor, factors: Sequence[Tensor], ranks: tuple[int, ...], transposed: bool) -> list[Tensor]:
+    """The sums over the first dimension of `partial` [splits, M, R, K] fp32, each like its factor."""
+    splits, count, rank, length = partial.shape
+    found = [torch.empty_like(factor) for factor in factors]
+    launch, grid = _sum_plan(length, ranks, rank, transposed)
+    launch(grid, (partial, *found, *[found[0]] * (GROUP - count)), splits)
+    return found

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, backward_tile, forward_tile, most_programs, row_view
-from foak.kernels._rows.triton import sum_partials
+from foak.kernels._rows import WIDE_BLOCK, WIDEST_TILE, row_view
+from foak.kernels._rows.triton import backward_plan, forward_plan, sum_partials
 from foak.kernels.autograd import once_differentiable
 from foak.kernels.launch import empty_rows, multiprocessor_count, promoted
 from foak.kernels.launcher import Launcher, planned
@@ -188,23 +188,8 @@ def _wide_backward_kernel(
 
 @planned
 def _forward_plan(length: int, wide_block: int, offset: float, has_weight: bool) -> tuple[Launcher, int]:
-    """What launches the forward, and how many rows a program takes; `wide_block` is 0 where a tile holds whole rows."""
-    if wide_block:
-        launcher = Launcher(
-            _wide_forward_kernel, num_warps=16, OFFSET=offset, HAS_WEIGHT=has_weight, H=length, BLOCK_H=wide_block
-        )
-        return launcher, 1
-    tile = forward_tile(length)
-    launcher = Launcher(
-        _forward_kernel,
-        num_warps=tile.warps,
-        OFFSET=offset,
-        HAS_WEIGHT=has_weight,
-        H=length,
-        BLOCK_H=tile.columns,
-        ROWS=tile.rows,
-    )
-    return launcher, tile.rows
+    constants = {"OFFSET": offset, "HAS_WEIGHT": has_weight}
+    return forward_plan(_forward_kernel, _wide_forward_kernel, length, wide_block, **constants)
 
 
 @planned
@@ -217,20 +202,9 @@ def _backward_plan(
     needs_dw: bool,
     multiprocessors: int,
 ) -> tuple[Launcher, int, int]:
-    """What launches the backward, how many rows a program takes at once, and the most programs that there are."""
-    tile = backward_tile(wide_block or length, warps=16)
-    launcher = Launcher(
-        _wide_backward_kernel if wide_block else _backward_kernel,
-        num_warps=tile.warps,
-        OFFSET=offset,
-        HAS_WEIGHT=has_weight,
-        NEEDS_DX=needs_dx,
-        NEEDS_DW=needs_dw,
-        H=length,
-        BLOCK_H=tile.columns,
-        **({} if wide_block else {"ROWS": tile.rows}),
-    )
-    return launcher, tile.rows, most_programs(tile, multiprocessors)
+    constants = {"OFFSET": offset, "HAS_WEIGHT": has_weight, "NEEDS_DX": needs_dx, "NEEDS_DW": needs_dw}
+    kernels = _backward_kernel, _wide_backward_kernel
+    return backward_plan(*kernels, length, wide_block, 16, multiprocessors, **constants)
 
 
 class RmsNorm(torch.autograd.Function):
