@@ -190,25 +190,27 @@ def gptq_interop(session: nox.Session) -> None:
     Before a release. `-- --write` puts them in the place of those that the session `tests` loads.
     """
     here = ROOT / "integration-tests" / "gptq_interop"
-    checkpoints = Path(session.create_tmp()).resolve() / "checkpoints"
+    work = Path(session.create_tmp()).resolve()
+    checkpoints = work / "checkpoints"
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "2"}
     environment["FOAK_GPTQ_CHECKPOINTS"] = str(checkpoints)
-    for name, quantizer in QUANTIZERS.items():
-        venv = Path(session.virtualenv.location).with_name(f"gptq-interop-{name}")
-        session.run("python", "-m", "venv", str(venv))
-        python = str(venv / "bin" / "python")
-        pip = (python, "-m", "pip", "install")
-        session.run(*pip, f"--requirement={here / f'requirements-{name}.txt'}", external=True, silent=True)
-        build = {"BUILD_CUDA_EXT": "0"}
-        session.run(*pip, "--no-build-isolation", quantizer, external=True, silent=True, env=build)
-        session.run(python, str(here / f"write_{name}.py"), str(checkpoints), external=True, env=environment)
-    # In the environment of the last one, foak with GPTQModel's own layers.
-    packages = [f"--editable={package.folder}" for package in PACKAGES.values()]
-    session.run(*pip, "--no-deps", "--no-build-isolation", *packages, external=True, silent=True)
-    external = str(here / "external_gptqmodel.py")
-    session.run(python, "-m", "pytest", external, external=True, env=environment)
-    install(session, PACKAGES, *TEST_TOOLS)
-    session.run("pytest", str(here), env=environment)
+    with session.chdir(work):  # where GPTQModel leaves its logs
+        for name, quantizer in QUANTIZERS.items():
+            venv = Path(session.virtualenv.location).resolve().with_name(f"gptq-interop-{name}")
+            session.run("python", "-m", "venv", str(venv))
+            python = str(venv / "bin" / "python")
+            pip = (python, "-m", "pip", "install")
+            session.run(*pip, f"--requirement={here / f'requirements-{name}.txt'}", external=True, silent=True)
+            build = {"BUILD_CUDA_EXT": "0"}
+            session.run(*pip, "--no-build-isolation", quantizer, external=True, silent=True, env=build)
+            session.run(python, str(here / f"write_{name}.py"), str(checkpoints), external=True, env=environment)
+        # In the environment of the last one, foak with GPTQModel's own layers.
+        packages = [f"--editable={package.folder}" for package in PACKAGES.values()]
+        session.run(*pip, "--no-deps", "--no-build-isolation", *packages, external=True, silent=True)
+        external = str(here / "external_gptqmodel.py")
+        session.run(python, "-m", "pytest", external, external=True, env=environment)
+        install(session, PACKAGES, *TEST_TOOLS)
+        session.run("pytest", str(here), env=environment)
     if "--write" in session.posargs:
         shutil.copytree(checkpoints, here / "fixtures", dirs_exist_ok=True)
 
