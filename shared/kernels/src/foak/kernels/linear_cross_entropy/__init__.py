@@ -57,7 +57,8 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, TokenStats]:
     """`cross_entropy(hidden @ weight.T + bias, labels)` with memory for a chunk of the logits instead of all of them.
 
-    Tokens whose label is `ignore_index` are left out of the product.
+    Tokens whose label is `ignore_index` are left out of the product. The keyword arguments are those of
+    `foak.kernels.cross_entropy`.
 
     Args:
         hidden: `[N, H]`, of any floating-point dtype and memory layout.
@@ -65,8 +66,6 @@ def linear_cross_entropy(
         labels: `[N]`, int32 or int64, each in `[0, V)` or `ignore_index`. They are shifted already: token i is
             scored against label i.
         bias: `[V]` or None.
-        ignore_index, reduction, num_items_in_batch, label_smoothing, logit_scale, softcap, z_loss, return_stats: as
-            for `foak.kernels.cross_entropy`.
 
     Returns:
         The loss, fp32 (fp64 for fp64 products): [] or, for the reduction "none", `[N]`. With `return_stats` a pair of
