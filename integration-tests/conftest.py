@@ -19,6 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--record", action="store_true", help="write what was counted into integration-tests/README.md")
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the smallest model that `foak train` can be run on."""
+    from byte_llama import write_byte_llama
+
+    folder = tmp_path_factory.mktemp("tiny")
+    write_byte_llama(folder)
+    return folder
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Under `--record`: one row for each folder that counted something; rows of other folders stay."""
     if not config.getoption("record") or "PYTEST_XDIST_WORKER" in os.environ:

@@ -15,37 +15,6 @@ from foak.core.train.runfile import read_run_file
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random two-layer Llama with tied embeddings (as SmolLM2's) and a tokenizer of single bytes."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tiny")
-    vocabulary = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    template = "{% for message in messages %}{{ message['content'] }}<eos>{% endfor %}"
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", chat_template=template
-    ).save_pretrained(folder)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("peft", ["lora", "full"])
 @pytest.mark.parametrize("fast_loss", ["true", "fused_linear"])
 def test_losses_agree_step_by_step(tiny_model: Path, tmp_path: Path, peft: str, fast_loss: str) -> None:
