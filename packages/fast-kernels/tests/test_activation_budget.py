@@ -37,7 +37,7 @@ def llama(dropout: float = 0.0) -> Any:
 
 
 def checkpointed(model: Any, reentrant: bool = False) -> Any:
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model
 
 

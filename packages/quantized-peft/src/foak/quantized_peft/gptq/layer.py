@@ -140,7 +140,7 @@ class GptqLinear(nn.Linear):
         """
         dtype = x.dtype
         device = x.device.type
-        if dtype is not torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if dtype is not torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             x.to(dtype),
