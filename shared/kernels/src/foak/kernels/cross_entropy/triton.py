@@ -17,9 +17,9 @@ from foak.kernels.cross_entropy.rows import RowBuffers, Upstream, position_of
 from foak.kernels.launch import next_power_of_two
 from foak.kernels.launcher import Launcher, planned
 
-WIDEST_BLOCK = 8192
-"""Columns of one step along a row: at 32 warps 8 a thread, a 16-byte load of bf16. Few programs of many threads keep
-few rows in flight, so that the second pass of `forward_rows` finds them in the L2 cache."""
+WIDEST_BLOCK = 4096
+"""Columns of one step along a row, at most: 16 warps. On an H200 the loss and its gradient take 792 us of 4096 rows of
+128256 logits, where steps of 8192 take 819 and of 1024, 828."""
 
 PER_LANE = tl.constexpr(8)
 """Columns that a lane takes in one step: a 16-byte load of bf16."""
