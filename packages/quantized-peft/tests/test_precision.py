@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,17 @@ class Sentences(Dataset[dict[str, Any]]):
         return {"input_ids": IDS[index], "labels": IDS[index]}
 
 
+@pytest.fixture(params=["bitsandbytes", "auto_gptq"])
+def base(request: pytest.FixtureRequest, checkpoint: Path, write_gptq: Callable[..., Any]) -> tuple[str, Path]:
+    """A section, and a checkpoint that it loads."""
+    return request.param, checkpoint if request.param == "bitsandbytes" else write_gptq().path
+
+
 def prepared(
-    combination: Combination, checkpoint: Path, folder: Path, on_gpu: bool
+    combination: Combination, base: tuple[str, Path], folder: Path, on_gpu: bool
 ) -> tuple[AccelerationFramework, Trainer]:
-    tree = {"plugins": {"peft": {"quantization": {"bitsandbytes": {"quant_type": "nf4"}}}}}
+    section, checkpoint = base
+    tree = {"plugins": {"peft": {"quantization": {section: {}}}}}
     framework = AccelerationFramework(tree, plugins=[QuantizedPeftPlugin])
     model = framework.load_model(checkpoint, dtype=getattr(torch, combination.weights))
     mode = {} if combination.mixed_precision == "none" else {combination.mixed_precision: True}
@@ -60,9 +68,9 @@ def case(combination: Combination) -> Any:
 
 
 @pytest.mark.parametrize("combination", [case(cell) for cell in CELLS])
-def test_each_combination_trains(combination: Combination, checkpoint: Path, tmp_path: Path) -> None:
+def test_each_combination_trains(combination: Combination, base: tuple[str, Path], tmp_path: Path) -> None:
     assert combination.refusal is None
-    framework, trainer = prepared(combination, checkpoint, tmp_path, combination.mixed_precision == "fp16")
+    framework, trainer = prepared(combination, base, tmp_path, combination.mixed_precision == "fp16")
     framework.apply(trainer)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -71,7 +79,7 @@ def test_each_combination_trains(combination: Combination, checkpoint: Path, tmp
 
 
 @pytest.mark.parametrize("combination", [cell for cell in CELLS if cell.mixed_precision == "fp16"])
-def test_fp16_is_refused_on_a_cpu(combination: Combination, checkpoint: Path, tmp_path: Path) -> None:
-    framework, trainer = prepared(combination, checkpoint, tmp_path, on_gpu=False)
+def test_fp16_is_refused_on_a_cpu(combination: Combination, base: tuple[str, Path], tmp_path: Path) -> None:
+    framework, trainer = prepared(combination, base, tmp_path, on_gpu=False)
     with pytest.raises(UnsupportedError, match="fp16 is true, but on a CPU"):
         framework.apply(trainer)
