@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from foak_bench.scenarios import PLUGINS, Row, Scenario, Work
+from foak_bench.scenarios import Row, Scenario, Work
 
 __all__ = [
     "acceleration",
@@ -101,7 +101,7 @@ def acceleration(scenario: Scenario) -> dict[str, Any] | None:
     base = {"qlora-nf4": "bitsandbytes", "gptq": "auto_gptq"}.get(work.method)
     if row.by != "foak" and not (row.by in _ON_OUR_LOADER and base == "auto_gptq"):
         return None
-    training = {section: stanza for name in row.plugins for section, stanza in _plugin(name, work).items()}
+    training = {key: stanza for name in row.plugins for key, stanza in _plugin(name, row.plugins[name], work).items()}
     if base is None:
         return {"plugins": {"training": {"fused_ops_and_kernels": row.kernels, **training}}}
     loader = {"quant_type": "nf4"} if base == "bitsandbytes" else {"kernel": "triton_v2", "from_quantized": True}
@@ -111,9 +111,9 @@ def acceleration(scenario: Scenario) -> dict[str, Any] | None:
     return {"plugins": {"peft": {"quantization": quantization}, **({"training": training} if training else {})}}
 
 
-def _plugin(name: str, work: Work) -> dict[str, Any]:
+def _plugin(name: str, stanza: dict[str, Any], work: Work) -> dict[str, Any]:
     """The stanza of a plugin under `plugins.training`, for a work."""
-    stanza: dict[str, Any] = copy.deepcopy(PLUGINS[name])
+    stanza = copy.deepcopy(stanza)
     if name == "multipack":
         stanza["dataloader"]["multipack"]["max_tokens"] = work.tokens
     return stanza

@@ -5,7 +5,7 @@ several works) and the rows that do this work: `plain`, `compile`, `liger`, `uns
 `foak:NAME+NAME` (these alone), `foak:each` (one row for each kernel alone) and `foak:none` (a quantized base's loader
 alone). `all` stands for every kernel beside a plugin: `foak:all+padding_free+multipack`. `trl-packed` is TRL's own
 packing under FlexAttention. A row written `NAME, once` is left out
-of all repeats but the first. `check` changes the work, mostly to a
+of all repeats but the first; one written `NAME, unchecked` has no check. `check` changes the work, mostly to a
 smaller one, for the runs whose losses are held against one in float32.
 """
 
@@ -42,8 +42,12 @@ KERNELS: dict[str, Any] = {
 PLUGINS: dict[str, Any] = {
     "padding_free": {"attention": {"padding_free": {"method": "huggingface"}}},
     "multipack": {"dataloader": {"multipack": {"num_processes": 1}}},
+    "activation_budget": {"activation_checkpointing": {"budget": "auto"}},
 }
 """What else a row of foak's may name, with its stanza under `plugins.training`."""
+
+BUDGET = "activation_budget"
+"""The one of them that may have a value: `activation_budget=55.6GiB`."""
 
 PEERS = ("plain", "compile", "liger", "unsloth", "trl-packed")
 
@@ -112,6 +116,7 @@ class Row:
         kernels: foak's switches, by name.
         plugins: foak's further plugins, by name.
         once: whether it is measured in the first of several repeats alone.
+        checked: whether its losses are held against float32's, where its work has a check.
     """
 
     label: str
@@ -119,6 +124,7 @@ class Row:
     kernels: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, Any] = field(default_factory=dict)
     once: bool = False
+    checked: bool = True
 
     @property
     def fills(self) -> bool:
@@ -233,18 +239,18 @@ def _scenarios_of(work: Work, checked: Work | None, rows: list[Row], models: Map
         yield Scenario(work.name, wanted, Row(FP32, "plain"), geometry, check=True)
     for row in rows:
         yield Scenario(work.name, work, row, geometry)
-        if checked is not None and checked != work and not row.fills:
+        if checked is not None and checked != work and row.checked and not row.fills:
             yield Scenario(work.name, checked, row, geometry, check=True)
 
 
 def _rows_of(labels: list[str], work: Work, key: str, origin: Origin) -> Iterator[Row]:
     usable = {name: on for name, on in KERNELS.items() if work.method != "full" or name != "fused_lora"}
     for text in labels:
-        label, _, once = text.partition(", ")
-        if once not in ("", "once"):
-            raise origin.error(key, f"holds {text!r}; after the comma there may be 'once'")
+        label, *remarks = text.split(", ")
+        if not set(remarks) <= {"once", "unchecked"}:
+            raise origin.error(key, f"holds {text!r}; after the comma there may be 'once' or 'unchecked'")
         for row in _row_named(label, usable, key, origin):
-            yield dataclasses.replace(row, once=bool(once))
+            yield dataclasses.replace(row, once="once" in remarks, checked="unchecked" not in remarks)
 
 
 def _row_named(label: str, usable: Mapping[str, Any], key: str, origin: Origin) -> Iterator[Row]:
@@ -273,6 +279,8 @@ def _row_of(chosen: str, usable: Mapping[str, Any], key: str, origin: Origin) ->
             kernels |= usable
         elif name in PLUGINS:
             plugins[name] = PLUGINS[name]
+        elif name.startswith(f"{BUDGET}="):
+            plugins[BUDGET] = {"activation_checkpointing": {"budget": name.partition("=")[2]}}
         elif name in usable:
             kernels[name] = usable[name]
         elif chosen != "none":

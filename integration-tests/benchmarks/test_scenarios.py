@@ -104,6 +104,21 @@ def test_a_row_that_says_once_is_left_out_of_later_repeats(tmp_path: Path) -> No
         read(tmp_path, rows=["plain, twice"])
 
 
+def test_a_row_that_says_unchecked_has_no_check(tmp_path: Path) -> None:
+    found = read(tmp_path, rows=["plain", "compile, once, unchecked"], check={"layers": 1})
+    assert [scenario.name.partition("/")[2] for scenario in found] == ["check/fp32", "plain", "check/plain", "compile"]
+
+
+def test_a_budget_may_have_a_value(tmp_path: Path) -> None:
+    found = read(tmp_path, rows=["foak:all+activation_budget", "foak:activation_budget=55.6GiB"])
+    stanzas = [acceleration(scenario) for scenario in found]
+    assert [stanza["plugins"]["training"]["activation_checkpointing"] for stanza in stanzas if stanza] == [
+        {"budget": "auto"},
+        {"budget": "55.6GiB"},
+    ]
+    assert [bool(scenario.row.kernels) for scenario in found] == [True, False]
+
+
 def test_every_scenario_survives_json_and_its_plugins_are_known() -> None:
     for scenario in (scenario for chosen in read_table().sets.values() for scenario in chosen.scenarios):
         assert Scenario.from_dict(json.loads(json.dumps(scenario.to_dict()))) == scenario
