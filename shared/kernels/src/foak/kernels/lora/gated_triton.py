@@ -19,8 +19,9 @@ from foak.kernels.launch import empty_rows, multiprocessor_count
 from foak.kernels.launcher import Launcher, planned
 from foak.kernels.lora.autograd import Recipe
 from foak.kernels.lora.dropout import threshold_of
-from foak.kernels.lora.dropout_triton import keep_both, kept
+from foak.kernels.lora.dropout_triton import kept
 from foak.kernels.lora.factors_triton import add_outer, columns_of, load_factor, low_rank_share, split_dot, stages
+from foak.kernels.lora.ptx_triton import fast_sigmoid, pinned, speaks_ptx, tied
 from foak.kernels.lora.thin_triton import sum_parts
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -34,10 +35,10 @@ programs."""
 
 
 @triton.jit
-def _weigh(gate, ACTIVATION: tl.constexpr):
+def _weigh(gate, ACTIVATION: tl.constexpr, PTX: tl.constexpr):
     """p(gate) and its derivative."""
     if ACTIVATION == 0:
-        p = tl.sigmoid(gate)
+        p = fast_sigmoid(gate) if PTX else tl.sigmoid(gate)
         slope = p * (1.0 - p)
     else:
         p, slope = weigh_gelu(gate, ACTIVATION == 2)
@@ -52,7 +53,7 @@ def _project_kernel(
     z_ptr,  # [row_count, R], fp32
     row_count, gate_stride, up_stride, seed, threshold, scale,
     ACTIVATION: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, DROPS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < row_count
@@ -65,8 +66,10 @@ def _project_kernel(
         mask = in_rows[:, None] & (columns < K)[None, :]
         gate = tl.load(gate_ptr + rows[:, None] * gate_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         up = tl.load(up_ptr + rows[:, None] * up_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        p = _weigh(gate, ACTIVATION)[0]
+        p = _weigh(gate, ACTIVATION, PTX)[0]
         h = (gate * p * up).to(h_ptr.dtype.element_ty)
+        if PTX:
+            h = pinned(h)
         tl.store(h_ptr + rows[:, None] * K + columns[None, :], h, mask=mask)
         if DROPS:
             h = tl.where(kept(seed, stream, rows, first, threshold, BLOCK_K), h, 0.0)
@@ -86,7 +89,7 @@ def _backward_kernel(
     partial_ptr,  # [programs along rows, R, K], fp32
     row_count, gate_stride, up_stride, seed, threshold,
     ACTIVATION: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, DROPS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_K
     columns = first + tl.arange(0, BLOCK_K)
@@ -113,12 +116,16 @@ def _backward_kernel(
         next_dh = tl.load(dh_ptr + following[:, None] * K + columns[None, :], mask=next_mask, other=0.0)
         in_rows = rows < row_count
         dz = tl.load(dz_ptr + rows[:, None] * R + ranks[None, :], mask=in_rows[:, None], other=0.0)
-        p, slope = _weigh(gate, ACTIVATION)
+        share = low_rank_share(dz, a, narrow, PARTS)
+        if PTX:
+            gate, up, dh = tied(gate, share), tied(up, share), tied(dh, share)
+        p, slope = _weigh(gate, ACTIVATION, PTX)
         weighed = gate * p
         h = (weighed * up).to(narrow)
-        share = low_rank_share(dz, a, narrow, PARTS)
         if DROPS:
-            h, share = keep_both(kept(seed, stream, rows, first, threshold, BLOCK_K), h, share)
+            keep = kept(seed, stream, rows, first, threshold, BLOCK_K)
+            h = tl.where(keep, h, 0.0)
+            share = tl.where(keep, share, 0.0)
         acc, fine = add_outer(dz, h, acc, fine, PARTS)
         dh += share
         places = rows[:, None] * K + columns[None, :]
@@ -132,24 +139,25 @@ def _backward_kernel(
 
 @planned
 def _project_plan(
-    activation: str, length: int, adapter_rank: int, rank: int, masked: bool, parts: int, stages: int
+    activation: str, length: int, adapter_rank: int, rank: int, masked: bool, parts: int, ptx: bool, stages: int
 ) -> Launcher:
     return Launcher(
         _project_kernel, num_warps=8, num_stages=stages,
         ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=adapter_rank, R=rank, DROPS=masked, PARTS=parts,
-        BLOCK_N=PROJECT_ROWS, BLOCK_K=columns_of(rank, parts),
+        PTX=ptx, BLOCK_N=PROJECT_ROWS, BLOCK_K=columns_of(rank, parts),
     )  # fmt: skip
 
 
 @planned
 def _backward_plan(
-    activation: str, length: int, adapter_rank: int, rank: int, masked: bool, parts: int, multiprocessors: int
-) -> tuple[Launcher, int, int]:
+    activation: str, length: int, adapter_rank: int, rank: int, masked: bool, parts: int, ptx: bool,
+    multiprocessors: int,
+) -> tuple[Launcher, int, int]:  # fmt: skip
     """What launches the backward, its blocks along the columns, and the most along the rows."""
     launcher = Launcher(
         _backward_kernel, num_warps=4, num_stages=2,
         ACTIVATION=_ACTIVATIONS[activation], K=length, RANK=adapter_rank, R=rank, DROPS=masked, PARTS=parts,
-        BLOCK_N=BACKWARD_ROWS, BLOCK_K=BACKWARD_COLUMNS,
+        PTX=ptx, BLOCK_N=BACKWARD_ROWS, BLOCK_K=BACKWARD_COLUMNS,
     )  # fmt: skip
     blocks = -(-length // BACKWARD_COLUMNS)
     return launcher, blocks, max(1, 8 * multiprocessors // blocks)
@@ -174,7 +182,9 @@ def project(gate: Tensor, up: Tensor, activation: str, a: Tensor, recipe: Recipe
     gate_rows, gate_stride = row_view(gate, length)
     up_rows, up_stride = row_view(up, length)
     (p,), (scale,) = recipe.drops, recipe.scales
-    launch = _project_plan(activation, length, a.shape[0], recipe.rank, p > 0, recipe.parts, stages(gate))
+    launch = _project_plan(
+        activation, length, a.shape[0], recipe.rank, p > 0, recipe.parts, speaks_ptx(gate), stages(gate)
+    )
     tensors = (gate_rows, up_rows, a, h, z)
     numbers = (count, gate_stride, up_stride, recipe.seed, threshold_of(p), scale)
     launch((-(-count // PROJECT_ROWS),), tensors, *numbers)
@@ -200,7 +210,7 @@ def backward(
     up_rows, up_stride = row_view(up, length)
     (p,) = recipe.drops
     launch, blocks, most = _backward_plan(
-        activation, length, a.shape[0], rank, p > 0, recipe.parts, multiprocessor_count(gate)
+        activation, length, a.shape[0], rank, p > 0, recipe.parts, speaks_ptx(gate), multiprocessor_count(gate)
     )
     splits = min(-(-count // BACKWARD_ROWS), most)
     partial = gate.new_empty((splits, 1, rank, length), dtype=torch.float32)
