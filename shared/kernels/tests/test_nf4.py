@@ -80,15 +80,6 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32 if values.dtype is torch.float32 else torch.int16)
 
 
-@pytest.fixture(params=["load", "gather", "select"])
-def lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from foak.kernels.nf4 import triton as kernels
-
-    monkeypatch.setattr(kernels, "LOOKUP", request.param)
-    name: str = request.param
-    return name
-
-
 @pytest.mark.parametrize(("shape", "nested"), itertools.product(SHAPES, [False, True]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_bit(
@@ -108,12 +99,6 @@ def test_nested_block_sizes(backend: str, device: torch.device, poisoned: None) 
     for nested_blocksize in (1, 3, 64, 256, 4096):
         stored = Stored((40, 512), 32, True, device, nested_blocksize)
         stored.assert_is(stored.decode(torch.float32), torch.float32)
-
-
-@pytest.mark.parametrize("shape", [(3, 64), (3, 50)])
-def test_every_way_of_looking_up(lookup: str, shape: tuple[int, ...], device: torch.device, poisoned: None) -> None:
-    stored = Stored(shape, 64, True, device)
-    stored.assert_is(stored.decode(torch.bfloat16), torch.bfloat16)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -20,79 +20,6 @@ if TYPE_CHECKING:
 
 WORDS = 512  # words a program
 WARPS = 4
-EVICT = "evict_first"
-
-LOOKUP = "gather"
-"""How a nibble finds its value, the bits being the same; a benchmark may set it.
-
-- "shuffle": in a register of the lane whose number it is, by an instruction that has no name in Triton (NVIDIA's GPUs).
-- "gather": in the code's copy in shared memory, whose 16 values lie in 16 banks; 9.3 instructions a value on Hopper.
-- "load": in memory, of which the L1 cache keeps the code's 64 bytes; 10.5 instructions.
-- "select": a tree of 15 choices in registers; 25 instructions.
-"""
-
-
-@triton.jit
-def _entry(code_ptr, INDEX: tl.constexpr):
-    return tl.load(code_ptr + INDEX)
-
-
-@triton.jit
-def _select(code_ptr, nibbles):
-    """The value of each nibble, by its bits from the lowest to the highest."""
-    bit = (nibbles & 1) != 0
-    p0 = tl.where(bit, _entry(code_ptr, 1), _entry(code_ptr, 0))
-    p1 = tl.where(bit, _entry(code_ptr, 3), _entry(code_ptr, 2))
-    p2 = tl.where(bit, _entry(code_ptr, 5), _entry(code_ptr, 4))
-    p3 = tl.where(bit, _entry(code_ptr, 7), _entry(code_ptr, 6))
-    p4 = tl.where(bit, _entry(code_ptr, 9), _entry(code_ptr, 8))
-    p5 = tl.where(bit, _entry(code_ptr, 11), _entry(code_ptr, 10))
-    p6 = tl.where(bit, _entry(code_ptr, 13), _entry(code_ptr, 12))
-    p7 = tl.where(bit, _entry(code_ptr, 15), _entry(code_ptr, 14))
-    bit = (nibbles & 2) != 0
-    q0, q1, q2, q3 = tl.where(bit, p1, p0), tl.where(bit, p3, p2), tl.where(bit, p5, p4), tl.where(bit, p7, p6)
-    bit = (nibbles & 4) != 0
-    return tl.where((nibbles & 8) != 0, tl.where(bit, q3, q2), tl.where(bit, q1, q0))
-
-
-@triton.jit
-def _shuffle(code_ptr, words):
-    """The 8 values of each word, [WORDS, 8]. Lane l holds value l % 16, so that bits above a nibble do no harm."""
-    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 lane, value, at;
-        .reg .b64 address;
-        mov.u32 lane, %laneid;
-        and.b32 lane, lane, 15;
-        mad.wide.u32 address, lane, 4, $9;
-        ld.global.nc.b32 value, [address];
-        shr.u32 at, $8, 4;
-        shfl.sync.idx.b32 $0, value, at, 31, -1;
-        shfl.sync.idx.b32 $1, value, $8, 31, -1;
-        shr.u32 at, $8, 12;
-        shfl.sync.idx.b32 $2, value, at, 31, -1;
-        shr.u32 at, $8, 8;
-        shfl.sync.idx.b32 $3, value, at, 31, -1;
-        shr.u32 at, $8, 20;
-        shfl.sync.idx.b32 $4, value, at, 31, -1;
-        shr.u32 at, $8, 16;
-        shfl.sync.idx.b32 $5, value, at, 31, -1;
-        shr.u32 at, $8, 28;
-        shfl.sync.idx.b32 $6, value, at, 31, -1;
-        shr.u32 at, $8, 24;
-        shfl.sync.idx.b32 $7, value, at, 31, -1;
-        }
-        """,
-        "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,l",
-        [words, code_ptr],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
-    even = tl.join(tl.join(a, e), tl.join(c, g))
-    odd = tl.join(tl.join(b, f), tl.join(d, h))
-    return tl.reshape(tl.join(even, odd), [words.shape[0], 8])
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -115,9 +42,7 @@ def _decode_kernel(
     EVEN: tl.constexpr,  # every program has all its words
     FLAT: tl.constexpr,
     WIDE: tl.constexpr,
-    LOOKUP: tl.constexpr,
     WORDS: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     program = tl.program_id(0)
     if WIDE:
@@ -129,7 +54,7 @@ def _decode_kernel(
     first = words * NIBBLES
     mask = None if EVEN else first < numel
     WORD: tl.constexpr = tl.pointer_type(tl.int32 if NIBBLES == 8 else tl.uint8)
-    packed = tl.load(packed_ptr.to(WORD) + words, mask=mask, eviction_policy=EVICT).to(tl.int32)
+    packed = tl.load(packed_ptr.to(WORD) + words, mask=mask).to(tl.int32)
 
     block = words >> BLOCK_SHIFT
     if NESTED:
@@ -147,15 +72,9 @@ def _decode_kernel(
 
     # The first value of a byte is its upper half: 4, 0, 12, 8, ...
     nibbles = (packed[:, None] >> ((inside ^ 1) * 4)[None, :]) & 15
-    if LOOKUP == "shuffle" and NIBBLES == 8:
-        values = _shuffle(code_ptr, packed)
-    elif LOOKUP == "gather":
-        flat = tl.gather(tl.load(code_ptr + tl.arange(0, 16)), tl.reshape(nibbles, [WORDS * NIBBLES]), 0)
-        values = tl.reshape(flat, [WORDS, NIBBLES])
-    elif LOOKUP == "select":
-        values = _select(code_ptr, nibbles)
-    else:
-        values = tl.load(code_ptr + nibbles)
+    # In the code's copy in shared memory, whose 16 values lie in 16 banks.
+    flat = tl.gather(tl.load(code_ptr + tl.arange(0, 16)), tl.reshape(nibbles, [WORDS * NIBBLES]), 0)
+    values = tl.reshape(flat, [WORDS, NIBBLES])
     values = (values * scale[:, None]).to(out_ptr.dtype.element_ty)
 
     elements = first[:, None] + inside[None, :]
@@ -185,16 +104,12 @@ def _plan(
     nibbles: int,
     even: bool,
     wide: bool,
-    lookup: str,
-    words: int,
-    warps: int,
-    evict: str,
 ) -> Launcher:
     """What launches the decoding. `out_stride` is 0 for a flat result, `nested_blocksize` 0 for plain scales."""
     group = blocksize * nested_blocksize
     return Launcher(
         _decode_kernel,
-        num_warps=warps,
+        num_warps=WARPS,
         # Of a flat tensor only this much of the row's length matters: one kernel for all lengths.
         COLUMNS=columns if out_stride else gcd(columns, nibbles),
         # A constant, so that a stride that is a multiple of 8 and not of 16 is stored in 16 bytes too.
@@ -202,14 +117,12 @@ def _plan(
         BLOCK_SHIFT=(blocksize // nibbles).bit_length() - 1,
         NESTED=nested_blocksize > 0,
         NESTED_BLOCKSIZE=max(nested_blocksize, 1),
-        PROGRAMS_A_GROUP=0 if group % (nibbles * words) else group // (nibbles * words),
+        PROGRAMS_A_GROUP=0 if group % (nibbles * WORDS) else group // (nibbles * WORDS),
         NIBBLES=nibbles,
         EVEN=even,
         FLAT=out_stride == 0,
         WIDE=wide,
-        LOOKUP=lookup,
-        WORDS=words,
-        EVICT=evict,
+        WORDS=WORDS,
     )
 
 
@@ -236,7 +149,7 @@ def decode(
         tensors, group = (packed, scales, _dense(code), *second, out), nested.blocksize
     stride = 0 if out.is_contiguous() else out.stride(0)
     even = numel % (nibbles * WORDS) == 0
-    launch = _plan(out.shape[-1], stride, blocksize, group, nibbles, even, numel > 2**30, LOOKUP, WORDS, WARPS, EVICT)
+    launch = _plan(out.shape[-1], stride, blocksize, group, nibbles, even, numel > 2**30)
     launch((-(-numel // (nibbles * WORDS)),), tensors, numel)
 
 
