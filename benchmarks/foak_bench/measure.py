@@ -29,7 +29,7 @@ from foak.core.train.record import peak_memory_bytes, write_report
 from foak.core.train.runfile import RunFile, read_run_file
 from foak_bench.data import make_tokenizer, write_data
 from foak_bench.models import checkpoint_folder, decoded_model, make_config, random_model
-from foak_bench.peers import acceleration, attention_of, batches, compile_layers, load_unsloth, targets
+from foak_bench.peers import ON_OUR_LOADER, acceleration, attention_of, batches, compile_layers, load_unsloth, targets
 from foak_bench.quantized import quantized_model
 from foak_bench.scenarios import Scenario
 
@@ -173,7 +173,8 @@ def _prepare(
         config._attn_implementation = attention
     write_data(folder / "data.jsonl", work, config.vocab_size)
     quantized = work.method in ("qlora-nf4", "gptq")
-    made_here = quantized and quantize_here and work.precision != "fp32" and scenario.row.by != "unsloth"
+    loads_itself = scenario.row.by == "unsloth" or (work.method == "gptq" and scenario.row.by not in ON_OUR_LOADER)
+    made_here = quantized and quantize_here and work.precision != "fp32" and not loads_itself
     checkpoint = None
     if (quantized and not made_here) or scenario.row.by == "unsloth":
         checkpoint = checkpoint_folder(scenario.geometry, work, scratch, device)

@@ -15,6 +15,7 @@ import torch
 from foak_bench.scenarios import Row, Scenario, Work
 
 __all__ = [
+    "ON_OUR_LOADER",
     "acceleration",
     "attention_of",
     "batches",
@@ -26,7 +27,7 @@ __all__ = [
     "targets",
 ]
 
-_ON_OUR_LOADER = ("foak", "trl-packed")
+ON_OUR_LOADER = ("foak", "trl-packed")
 """Rows that load GPTQ models by foak's loader; the others by transformers' and gptqmodel's."""
 _QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -50,7 +51,7 @@ def impossible(scenario: Scenario, devices: int) -> str | None:
     if work.method == "qlora-nf4" and importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
     loaded = work.precision != "fp32"  # otherwise the decoded weights are trained
-    if work.method == "gptq" and by not in _ON_OUR_LOADER and loaded and importlib.util.find_spec("gptqmodel") is None:
+    if work.method == "gptq" and by not in ON_OUR_LOADER and loaded and importlib.util.find_spec("gptqmodel") is None:
         return "gptqmodel is not installed: without it transformers loads no GPTQ model"
     if by == "unsloth" and work.gpus > 1:
         return "unsloth trains on one GPU"
@@ -99,7 +100,7 @@ def acceleration(scenario: Scenario) -> dict[str, Any] | None:
     """The section `acceleration` of the run file; None where foak has no part in a row."""
     row, work = scenario.row, scenario.work
     base = {"qlora-nf4": "bitsandbytes", "gptq": "auto_gptq"}.get(work.method)
-    if row.by != "foak" and not (row.by in _ON_OUR_LOADER and base == "auto_gptq"):
+    if row.by != "foak" and not (row.by in ON_OUR_LOADER and base == "auto_gptq"):
         return None
     training = {key: stanza for name in row.plugins for key, stanza in _plugin(name, row.plugins[name], work).items()}
     if base is None:

@@ -131,7 +131,11 @@ class Runner:
         """Runs a worker on scenarios; returns how many of them something is known about afterwards, one at least."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             job = Path(folder) / "job.json"
-            content = {"scratch": str(self.scratch), "scenarios": [scenario.to_dict() for scenario in scenarios]}
+            content = {
+                "scratch": str(self.scratch),
+                "share": self.share,
+                "scenarios": [scenario.to_dict() for scenario in scenarios],
+            }
             job.write_text(json.dumps(content), encoding="utf-8")
             log = self.scratch / "logs" / f"{scenarios[0].name.replace('/', '_')}.log"
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The process that measures one or several scenarios: `python -m foak_bench.worker JOB.json`.
 
-JOB.json holds `scratch` and `scenarios`. Each scenario's result is a file beside it, announced by a line on stdout that
-begins with `MARK`. A process ends early, with the rest of its scenarios undone, after one that did not fit, and when an
+JOB.json holds `scratch`, `scenarios` and `share`: whether many share this process and make quantized bases in it. Each
+scenario's result is a file beside it, announced by a line on stdout that begins with `MARK`. A process ends early, with the rest of its scenarios undone, after one that did not fit, and when an
 earlier one left more than `_LEFTOVER_BYTES` behind on the device: then the next peak would not be its own.
 """
 
@@ -43,7 +43,7 @@ def main(job_file: Path) -> None:
         result: dict[str, Any]
         try:
             with left_as_found(scenario):
-                measured = measure(scenario, Path(job["scratch"]), Console(width=160))
+                measured = measure(scenario, Path(job["scratch"]), Console(width=160), quantize_here=job["share"])
             result = {"status": "measured", **measured}
         except (ConfigError, UnsupportedError) as error:
             result = {"status": "failed", "reason": str(error)}
