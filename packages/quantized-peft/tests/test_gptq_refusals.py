@@ -54,11 +54,6 @@ def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], 
     return lambda tensors: tensors.update({name: tensor})
 
 
-def only_a_norm(tensors: dict[str, torch.Tensor]) -> None:
-    for name in [name for name in tensors if not name.endswith("norm.weight")]:
-        del tensors[name]
-
-
 def set_group(index: int) -> Callable[[dict[str, torch.Tensor]], Any]:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{UP}.g_idx"][7] = index
@@ -91,6 +86,23 @@ DAMAGE = {
     "no codes": Damage(rf"{UP}\.qweight is missing, but {UP}\.(g_idx|qzeros|scales) is there", drop(f"{UP}.qweight")),
     "no group index, with act-order": Damage(rf"{UP}\.g_idx is missing", drop(f"{UP}.g_idx"), {"desc_act": True}),
     "no norm": Damage(r"model\.norm\.weight is missing", drop("model.norm.weight")),
+    "a norm of another shape": Damage(
+        r"model\.norm\.weight is \[63\], but by config\.json it is \[64\]", put("model.norm.weight", torch.ones(63))
+    ),
+    "a model with a larger vocabulary": Damage(
+        r"lm_head\.weight is \[96, 64\], but by config\.json it is \[100, 64\], and 1 more", config={"vocab_size": 100}
+    ),
+    "nothing of a layer": Damage(
+        rf"{UP}\.weight is missing",
+        lambda tensors: [tensors.pop(f"{UP}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")],
+    ),
+    "a model with one layer more": Damage(
+        r"model\.layers\.2\.\w+\.weight is missing, and 8 more", config={"num_hidden_layers": 3}
+    ),
+    "a model with one layer fewer": Damage(
+        r"model\.layers\.1\.mlp\.down_proj is quantized, but LlamaForCausalLM has no linear layer of that name",
+        config={"num_hidden_layers": 1},
+    ),
     "nothing quantized": Damage(
         "no layer is quantized", lambda tensors: tensors.clear() or put("a", torch.ones(1))(tensors)
     ),

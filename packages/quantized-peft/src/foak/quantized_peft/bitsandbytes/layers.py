@@ -15,9 +15,10 @@ from foak.kernels import NestedScales, dequantize_nf4
 from foak.kernels.dense_weight import DenseWeight
 from foak.kernels.nf4 import BLOCKSIZES, DTYPES
 
-__all__ = ["LINEAR_4BIT", "LINEAR_8BIT", "decode_4bit", "quant_state_of"]
+__all__ = ["CODES", "LINEAR_4BIT", "LINEAR_8BIT", "decode_4bit", "quant_state_of"]
 
-_CODES = ("nf4", "fp4")
+CODES = ("nf4", "fp4")
+"""The 4-bit codes."""
 
 
 def quant_state_of(layer: nn.Module) -> Any | None:
@@ -57,7 +58,7 @@ def _refusal_4bit(layer: nn.Module) -> str | None:
         return "its weight is not quantized yet"
     if getattr(state, "packing_format_for_cpu", False):
         return "bitsandbytes has packed its weight for inference on this CPU (call train() before the first forward)"
-    if state.quant_type not in _CODES:
+    if state.quant_type not in CODES:
         return f"its weight is of the unknown 4-bit type {state.quant_type}"
     if tuple(state.shape) != (layer.out_features, layer.in_features):
         return f"its weight was quantized as {tuple(state.shape)}, not as [out_features, in_features]"

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from foak.core.errors import UnsupportedError
 from foak.core.plugin import Key, Section, require_package
-from foak.quantized_peft.bitsandbytes.checkpoint import check_stored
+from foak.quantized_peft.bitsandbytes.checkpoint import Names, check_stored
 from foak.quantized_peft.bitsandbytes.layers import LINEAR_4BIT, quant_state_of
+from foak.quantized_peft.completeness import loaded_with_fault
 from foak.quantized_peft.keepers import decode_once_key
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import BitsAndBytesConfig, PreTrainedModel, TrainingArguments
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 __all__ = ["KEYS", "PATH", "augment", "check", "diagnose", "load_model"]
 
@@ -82,7 +83,7 @@ def load_model(section: Section, name_or_path: str, **kwargs: Any) -> PreTrained
             for.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     path = f"{section.root}.{PATH}"
     gguf_file = kwargs.get("gguf_file")
@@ -99,18 +100,23 @@ def load_model(section: Section, name_or_path: str, **kwargs: Any) -> PreTrained
     if compute == "auto":
         compute = config.dtype or torch.bfloat16
     stored = getattr(config, "quantization_config", None)
+    names = check_stored(Path(name_or_path))
     if stored is None:
+        if names.weights:
+            raise UnsupportedError(
+                f"{name_or_path} cannot be loaded: {min(names.weights)} is stored in 4 bits, but config.json has no "
+                "quantization_config"
+            )
         kwargs["quantization_config"] = _quantization(section, compute)
     else:
         # transformers prefers the checkpoint's own settings to given ones, so all of them must agree, but for the
         # compute dtype, which is no property of the stored weights.
         stored = dict(stored) if isinstance(stored, dict) else stored.to_dict()
         _check_settings(section, name_or_path, stored)
-        check_stored(Path(name_or_path))
         stored["bnb_4bit_compute_dtype"] = str(compute).removeprefix("torch.")
         config.quantization_config = stored
         kwargs["config"] = config
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+    model = _from_pretrained(name_or_path, config, names, kwargs)
     _check_loaded(section, name_or_path, model)
     return model
 
@@ -152,6 +158,42 @@ def _quantization(section: Section, compute: Any) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=compute,
         bnb_4bit_quant_storage=getattr(torch, section["storage_dtype"]),
     )
+
+
+def _from_pretrained(
+    name_or_path: str, config: PreTrainedConfig, names: Names, kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, fault = loaded_with_fault(AutoModelForCausalLM.from_pretrained, name_or_path, kwargs, names.weights)
+    except NotImplementedError as error:
+        # transformers draws random values for what is missing, and there are none for packed bytes.
+        missing = _missing_weight(config, names)
+        if missing is None:
+            raise
+        raise UnsupportedError(f"{name_or_path} cannot be loaded: {missing} is missing") from error
+    if fault is not None:
+        raise UnsupportedError(f"{name_or_path} cannot be loaded: {fault}")
+    return model
+
+
+def _missing_weight(config: PreTrainedConfig, names: Names) -> str | None:
+    """The first weight of a linear layer that the checkpoint has under no name; None if there is no such."""
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    plain = copy.deepcopy(config)
+    plain.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plain)  # type: ignore[no-untyped-call]
+    prefix = f"{model.base_model_prefix}."
+    for name, module in model.named_modules():
+        weight = f"{name}.weight"
+        if isinstance(module, nn.Linear) and not names.tensors.intersection((weight, weight.removeprefix(prefix))):
+            return weight
+    return None
 
 
 def _load_gguf(section: Section, name_or_path: str, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -215,8 +257,26 @@ def _check_loaded(section: Section, name: str, model: PreTrainedModel) -> None:
         state = quant_state_of(layer)
         if reason is None and state is not None and state.quant_type != section["quant_type"]:
             reason = f"its weight is stored in {state.quant_type}, not in {section['quant_type']}"
+        if reason is None and state is not None:
+            reason = _wrong_values(state)
         if reason is not None:
             raise UnsupportedError(f"{name} cannot be used: {where}: {reason}")
+
+
+def _wrong_values(state: Any) -> str | None:
+    """Why the values that a weight is decoded with cannot be right; None if they can. The host waits for the device."""
+    from bitsandbytes.functional import get_4bit_type
+
+    if state.absmax.is_meta:
+        return None
+    code = get_4bit_type(state.quant_type, device=state.code.device)
+    # bitsandbytes' own decoders know the code by its name, whatever values lie beside the weight.
+    if not bool((code == state.code).all()):
+        return f"its quant_map is not the code {state.quant_type}"
+    scales = (state.state2.absmax, state.state2.code) if state.nested else (state.absmax,)
+    if not all(bool(values.isfinite().all()) for values in scales):
+        return "its scales have values that are infinite or not numbers"
+    return None
 
 
 def _is_4bit(layer: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from foak.core.errors import ConfigError, UnsupportedError
 from foak.core.plugin import Key, Section, require_package
+from foak.quantized_peft.completeness import loaded_with_fault
 from foak.quantized_peft.gptq.errors import CheckpointError
 from foak.quantized_peft.keepers import decode_once_key
 
@@ -168,14 +169,9 @@ def _from_pretrained(checkpoint: Checkpoint, config: PreTrainedConfig, kwargs: d
 
     if checkpoint.pickled:
         kwargs["use_safetensors"] = False
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint.folder, config=config, output_loading_info=True, **kwargs
+    model, fault = loaded_with_fault(
+        AutoModelForCausalLM.from_pretrained, checkpoint.folder, {**kwargs, "config": config}
     )
-    model: PreTrainedModel = loaded[0]
-    missing = sorted(loaded[1]["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.folder / checkpoint.weights}: {missing[0]} is missing"
-            + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
-        )
+    if fault is not None:
+        raise CheckpointError(f"{checkpoint.folder / checkpoint.weights}: {fault}")
     return model
