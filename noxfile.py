@@ -139,6 +139,14 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Known faults, each put into a copy of the sources: the tests catch every one. `-- --only NAME`, `-- --record`."""
+    install(session, PACKAGES, *TEST_TOOLS)
+    install_triton(session)
+    session.run("python", str(ROOT / "integration-tests" / "mutants" / "run.py"), *session.posargs)
+
+
+@nox.session
 def quantized(session: nox.Session) -> None:
     """A LoRA on SmolLM2-135M-Instruct in NF4 through `foak train`, on a CPU: minutes, before a release."""
     install(session, ["foak-quantized-peft", "foak-fast-kernels", "foak-core"], *TEST_TOOLS)

@@ -484,6 +484,19 @@ def test_head_gradient_is_summed_in_fp32(device, vocab_size, weight_dtype):
         assert result.untyped_storage().nbytes() <= (vocab_size + 1) * 24 * 2
 
 
+def test_chunks_of_sixteen_bits_are_summed_in_fp32(device):
+    """600 chunks of one sign: a sum that is rounded after each of them stops growing after half of them."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.rand(600, 2, 53, generator=generator).bfloat16().to(device)
+    hidden = torch.rand(600, 2, 24, generator=generator).bfloat16().to(device)
+    total = HeadGradient(53, 24, torch.bfloat16, torch.empty(53, 24, dtype=torch.bfloat16, device=device))
+    for gradient, rows in zip(gradients, hidden, strict=True):
+        total.add(gradient, rows)
+    expected = torch.einsum("cnv,cnh->vh", gradients.double(), hidden.double())
+    # Rounded are a chunk's product, on a CPU, and the result.
+    assert_close_to_fp64(total.finish(), expected, reduction_length=1200, roundings=2)
+
+
 def test_chunk_sizes(monkeypatch):
     monkeypatch.undo()
     rows = chunks.chunk_rows
