@@ -70,7 +70,7 @@ def run_python(block: Block, world: World, defined: dict[str, Any]) -> None:
     """Executes a block; functions and classes that it defines are there in later blocks of its page."""
     missing = [name for name in imported(block.text) if importlib.util.find_spec(name) is None]
     if missing:
-        # `nox -s gptq-interop` makes the environment in which this one is run.
+        # It needs an environment of its own (`nox -s gptq-interop` makes one, and quantizes by the same calls).
         assert missing == ["gptqmodel"], f"{block}: {missing} is not installed"
         compile(block.text, str(block), "exec")
         return
