@@ -15,6 +15,7 @@ from foak.padding_free.packed import PACKED, PackedSequences
 from foak.padding_free.plugin import PaddingFreePlugin
 
 VOCAB_SIZE = 101
+MAX_LENGTH = 64
 LENGTHS = (5, 17, 1, 9, 23, 2)
 FP32 = 1e-5
 """Relative: two fp32 computations of a two-layer model that differ in the order of their sums."""
@@ -40,7 +41,7 @@ def build(prefix: str = "Llama", **fields: Any) -> Any:
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
+            "max_position_embeddings": MAX_LENGTH,
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,

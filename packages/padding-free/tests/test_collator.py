@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import packs
 import pytest
 import torch
@@ -39,6 +40,26 @@ def test_examples_are_laid_end_to_end() -> None:
 def test_without_labels_every_token_is_learned() -> None:
     batch = PaddingFreeCollator()([{"input_ids": [5, 6]}, {"input_ids": torch.tensor([7, 8, 9])}])
     assert batch["labels"].tolist() == [[-100, 6, -100, 8, 9]]
+
+
+def test_examples_of_arrays_and_of_no_tokens() -> None:
+    arrays = [{name: np.array(values, np.int32) for name, values in example.items()} for example in EXAMPLES]
+    batch = PaddingFreeCollator()([arrays[0], {"input_ids": [], "labels": []}, *arrays[1:]])
+    assert_flat(batch)
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_inside_examples_is_left_out(side: packs.Side) -> None:
+    rows = packs.padded(EXAMPLES, side)
+    names = ("input_ids", "labels", "attention_mask")
+    assert_flat(PaddingFreeCollator()([{name: rows[name][number] for name in names} for number in range(3)]))
+
+
+def test_labels_that_do_not_belong_to_their_tokens_are_refused() -> None:
+    examples = [{"input_ids": [4, 5, 6], "labels": [4, 5]}, {"input_ids": [4, 5], "labels": [4, 5, 6]}]
+    with pytest.raises(ValueError, match="example 0 of a batch has 3 input_ids, but 2 labels"):
+        PaddingFreeCollator()(examples)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["examples", "already flat"])
@@ -79,6 +100,17 @@ def test_other_values_of_tokens_go_along() -> None:
     assert flat["weights"].shape == (1, 8, 2)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_that_the_batch_brings_are_kept(side: packs.Side) -> None:
+    for shift in (0, 7):
+        batch = packs.padded(EXAMPLES, side)
+        batch["position_ids"] += shift
+        flat = PaddingFreeCollator(lambda examples, batch=batch: batch)(EXAMPLES)
+        assert flat["position_ids"].tolist() == [[place + shift for place in FLAT["position_ids"]]]
+        assert flat[PACKED].lengths == (3, 1, 4)
+        assert flat[PACKED].restarts == (shift == 0)
+
+
 def test_an_empty_row_of_a_padded_batch_is_left_out() -> None:
     batch = packs.padded(EXAMPLES)
     batch["attention_mask"][1] = 0
@@ -91,6 +123,11 @@ def test_an_empty_row_of_a_padded_batch_is_left_out() -> None:
         ({"pixel_values": torch.ones(1, 3)}, "the data collator gives pixel_values"),
         ({"input_ids": torch.ones(2, 3, dtype=torch.long)}, "needs an attention_mask in the data collator's batch"),
         (packs.padded(EXAMPLES) | {"pixel_values": torch.ones(3, 2, 2)}, r"which pixel_values .* has not \(\(3, 2, 2"),
+        (packs.padded(EXAMPLES) | {"position_ids": torch.ones(3, 3, 4)}, r"which position_ids .* has not \(\(3, 3, 4"),
+        (
+            packs.padded(EXAMPLES) | {"attention_mask": torch.tensor([[1, 0, 1, 0]] * 3)},
+            "hides tokens inside a sequence",
+        ),
         (packs.padded(EXAMPLES) | {"names": ["a", "b", "c"]}, "which names .* has not"),
         (packs.padded(EXAMPLES) | {"attention_mask": torch.ones(3, 1, 4, 4)}, r"but .* gives one of \(3, 1, 4, 4\)"),
         ({"input_ids": torch.ones(1, 2), "attention_mask": torch.zeros(1, 2)}, "no token at all"),

@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from foak.padding_free import varlen
+from foak.padding_free.collator import PaddingFreeCollator
 from foak.padding_free.packed import PACKED
 
 pytestmark = pytest.mark.gpu
 EXAMPLES = packs.sequences((50, 200, 1, 90, 230, 2))
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 256}
+
+
+LATE = ((50, 200, 1, 90), (7,), (64,) * 8, (1, 1, 250, 3), (2, 5, 120, 33, 90, 61, 8), (1024, 1024))
+"""Lengths of batches that come one after another; the last is dense, and long enough for SDPA."""
 
 
 def on_gpu(batch: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +80,28 @@ def test_a_step_does_not_wait_for_the_device(attention: str) -> None:
         fast(**batch, num_items_in_batch=items).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_no_layer_waits_whatever_the_lengths(attention: str, window: int | None) -> None:
+    model = packs.build("Mistral", **SIZES, sliding_window=window).cuda().bfloat16()
+    packs.framework(attention=attention).apply(model)
+    collator = PaddingFreeCollator(device_type="cuda")
+    batches = [on_gpu(collator(packs.sequences(lengths))) for lengths in LATE]
+    items = torch.tensor(500, device="cuda")
+    model(**batches[0], num_items_in_batch=items).loss.backward()
+    losses = []
+    for batch in batches:
+        model.zero_grad()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = model(**batch, num_items_in_batch=items).loss
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses.append(float(loss.detach()))
+    assert all(loss > 0 for loss in losses), losses
 
 
 def test_this_pytorch_has_windows_or_says_that_it_has_none() -> None:

@@ -39,7 +39,9 @@ def pair(prefix: str = "Llama", **fields: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
-    "lengths", [packs.LENGTHS, (1,), (1, 1, 1), (12,), (7, 7), (1, 40)], ids=lambda lengths: "-".join(map(str, lengths))
+    "lengths",
+    [packs.LENGTHS, (1,), (1, 1, 1), (12,), (7, 7), (1, 40), tuple(range(1, packs.MAX_LENGTH + 1))],
+    ids=lambda lengths: "-".join(map(str, lengths[:6])),
 )
 def test_loss_and_gradients_equal_the_padded_batch(lengths: tuple[int, ...], side: packs.Side) -> None:
     plain, fast = pair()
@@ -108,6 +110,38 @@ def test_a_batch_without_labels_that_count() -> None:
     step = packs.step(fast, packs.packed(examples), num_items_in_batch=torch.tensor(1))
     assert float(step.loss) == 0.0
     assert all(float(gradient.abs().max()) == 0.0 for gradient in step.gradients.values() if gradient is not None)
+
+
+def test_a_sequence_without_labels_that_count_among_others() -> None:
+    plain, fast = pair()
+    for number in range(len(EXAMPLES)):
+        examples = copy.deepcopy(EXAMPLES)
+        examples[number]["labels"] = [-100] * len(examples[number]["labels"])
+        expected = packs.step(plain, packs.padded(examples))
+        packs.assert_equal_steps(packs.step(fast, packs.packed(examples)), expected)
+
+
+@pytest.mark.parametrize("prefix", ["Llama", "GPT2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_that_the_batch_brings(prefix: str, side: packs.Side) -> None:
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    plain, fast = pair(prefix, **(no_dropout if prefix == "GPT2" else {}))
+    batch = packs.padded(EXAMPLES, side)
+    batch["position_ids"] = 2 * batch["position_ids"] + 3  # no position goes on by one
+    expected = packs.step(plain, batch)
+    packs.assert_equal_steps(packs.step(fast, PaddingFreeCollator(lambda examples: batch)(EXAMPLES)), expected)
+
+
+def test_embeddings_in_the_place_of_tokens() -> None:
+    plain, fast = pair()
+    batch = packs.packed(EXAMPLES)
+    batch["inputs_embeds"] = fast.get_input_embeddings()(batch.pop("input_ids"))
+    packs.assert_equal_steps(packs.step(fast, batch), packs.step(plain, packs.padded(EXAMPLES)))
+
+
+def test_the_loss_over_routers_counts_real_tokens_alone() -> None:
+    plain, fast = pair("Mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
+    packs.assert_equal_steps(packs.step(fast, packs.packed(EXAMPLES)), packs.step(plain, packs.padded(EXAMPLES)))
 
 
 @pytest.mark.parametrize("prefix", ["Llama", "Mistral", "GraniteMoeHybrid"])
@@ -210,6 +244,16 @@ def test_a_batch_that_is_not_one_row_is_refused(change: Any, message: str) -> No
         fast(**change(packs.packed(EXAMPLES)))
 
 
+def test_attention_that_is_chosen_afterwards_is_refused() -> None:
+    """It would get no layout, and take the row for one sequence."""
+    plain, fast = pair()
+    fast.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedError, match="has been set to 'eager' since; choose the implementation before foak"):
+        fast(**packs.packed(EXAMPLES))
+    batch = packs.padded(EXAMPLES)
+    torch.testing.assert_close(fast(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_apply_and_restore_leave_no_trace() -> None:
     model = packs.build()
     model.config.name_or_path = "shared"
@@ -257,9 +301,12 @@ def test_lora_trains_the_same() -> None:
     packs.assert_equal_steps(packs.step(fast, packs.packed(EXAMPLES)), packs.step(plain, packs.padded(EXAMPLES)))
 
 
-def test_compiled_models_give_the_same() -> None:
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+def test_compiled_models_give_the_same(by_layer: bool) -> None:
     plain, fast = pair(num_hidden_layers=1)
-    compiled = torch.compile(fast, backend="eager")
+    compiled = fast if by_layer else torch.compile(fast, backend="eager")
+    if by_layer:
+        fast.model.layers[0].compile(backend="eager")
     for lengths in ((4, 9, 2), packs.LENGTHS):
         examples = packs.sequences(lengths)
         expected = packs.step(plain, packs.padded(examples))

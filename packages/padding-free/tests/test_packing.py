@@ -33,7 +33,7 @@ def test_every_sample_once_within_the_budget(lengths: list[int], world_size: int
         assert all(batch and sum(lengths[sample] for sample in batch) <= 120 for batch in batches)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_share_an_epoch_and_find_it_again(world_size: int) -> None:
     lengths = flan_like(500)
     ranks = [MultipackSampler(lengths, 4096, world_size=world_size, rank=r, seed=3) for r in range(world_size)]
@@ -59,6 +59,21 @@ def test_batches_are_full_and_ranks_have_equal_work() -> None:
         work = [lengths[rank].sum() for rank in np.array_split(part, 4)]
         random_spread.append((max(work) - min(work)) / max(work))
     assert np.median(random_spread) > 10 * np.median(spread)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_samples_of_one_length_fill_the_budget_exactly(world_size: int) -> None:
+    sampler = MultipackSampler(np.full(36, 4), 12, world_size=world_size, seed=0)
+    assert len(sampler) == 12 // world_size
+    for epoch in range(5):
+        dealt = sampler.deal(epoch)
+        assert samples(dealt) == list(range(36))
+        assert {len(batch) for batches in dealt for batch in batches} == {3}
+
+
+def test_a_sample_as_long_as_the_budget_goes_alone() -> None:
+    dealt = MultipackSampler(np.array([12, 1, 12, 11]), 12, seed=0).deal(0)
+    assert sorted(batch for (batch,) in dealt) == [[0], [2], [3, 1]]
 
 
 def test_batches_do_not_grow_with_the_epoch() -> None:

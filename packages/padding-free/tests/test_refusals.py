@@ -16,6 +16,8 @@ from transformers import (
     BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     MambaConfig,
     MambaForCausalLM,
     RobertaConfig,
@@ -26,7 +28,7 @@ from transformers import (
 
 from foak.core import UnsupportedError
 from foak.padding_free import support
-from foak.padding_free.packed import PackedSequences
+from foak.padding_free.packed import PACKED, PackedSequences
 from foak.padding_free.trial import LENGTHS, objection
 
 TINY = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -84,6 +86,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "a layer mixes tokens across sequences",
     ),
     "a look at the token before": (lambda: llama(LeakingNorm), "a layer mixes tokens across sequences"),
+    "a label for each token": (lambda: llama(LlamaForTokenClassification), "its loss (ForTokenClassification) is not"),
+    "a label for each row": (
+        lambda: llama(LlamaForSequenceClassification, pad_token_id=0),
+        "its loss (ForSequenceClassification) is not that of the next token",
+    ),
     "weights of attention": (
         lambda: llama(output_attentions=True, attn_implementation="eager"),
         "output_attentions is on",
@@ -142,6 +149,10 @@ def test_other_implementations_pack_by_themselves(monkeypatch: pytest.MonkeyPatc
     assert seen["cu_seq_lens_q"].tolist() == seen["cu_seq_lens_k"].tolist() == [0, 2, 5]
     assert (seen["max_length_q"], seen["max_length_k"]) == (3, 3)
     assert seen["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    batch = packs.packed(packs.sequences((2, 3)))
+    batch[PACKED].restarts = False
+    with pytest.raises(UnsupportedError, match="flash_attention_2 finds sequences by positions that restart"):
+        model(**batch)
 
 
 def test_on_the_meta_device_nothing_is_tried() -> None:

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import packs
@@ -65,18 +66,21 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
 
 
-def make(folder: Path, data: Any = None, model: Any = None, **options: Any) -> RecordingTrainer:
+def make(
+    folder: Path, data: Any = None, model: Any = None, trainer_class: Any = None, **options: Any
+) -> RecordingTrainer:
     extra = {
         name: options.pop(name) for name in ("eval_dataset", "compute_metrics", "compute_loss_func") if name in options
     }
     data = Dataset.from_list(EXAMPLES) if data is None else data
-    return RecordingTrainer(
+    made: RecordingTrainer = (trainer_class or RecordingTrainer)(
         packs.build() if model is None else model,
         arguments(folder, **options),
         train_dataset=data,
         data_collator=packs.padded,
         **extra,
     )
+    return made
 
 
 def train(trainer: RecordingTrainer, framework: Any = None, **options: Any) -> Any:
@@ -199,7 +203,79 @@ def test_evaluation_prediction_and_generation_go_on_padded(tmp_path: Path) -> No
     assert found[1] == found[2] == pytest.approx(found[0])
 
 
+class Between(TrainerCallback):  # type: ignore[misc]
+    """Generates and evaluates between steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        prompt = torch.tensor([[5, 6, 7]])
+        model.generate(prompt, max_new_tokens=2, do_sample=False)
+        with torch.no_grad():
+            model(**packs.padded(packs.sequences((4, 2))))
+        model.train()
+        control.should_evaluate = True
+
+
+@pytest.mark.parametrize("multipack", [None, {"max_tokens": 40}], ids=["padding-free", "multipack"])
+def test_what_happens_between_steps_does_not_disturb_them(tmp_path: Path, multipack: Any) -> None:
+    runs = []
+    for between in (False, True):
+        trainer = make(tmp_path, num_train_epochs=1, eval_dataset=Dataset.from_list(packs.sequences((5, 9), seed=5)))
+        if between:
+            trainer.add_callback(Between())
+        train(trainer, packs.framework(multipack))
+        runs.append((trainer.seen, trainer.losses))
+    assert runs[0] == runs[1]
+
+
+def test_tokens_are_counted_as_padded_training_counts_them(tmp_path: Path) -> None:
+    """By the mask, so that a token which pads and ends texts counts where it ends one."""
+    counts = []
+    for framework in (None, packs.framework()):
+        trainer = make(tmp_path, num_train_epochs=1, include_num_input_tokens_seen="non_padding")
+        trainer.processing_class = SimpleNamespace(pad_token_id=EXAMPLES[1]["input_ids"][-1])
+        train(trainer, framework)
+        counts.append([entry["num_input_tokens_seen"] for entry in trainer.state.log_history])
+    assert counts[0] == counts[1]
+    assert counts[1][-1] == sum(LENGTHS)
+
+
+class OwnLoss(RecordingTrainer):
+    """Hands the model some of a batch, as the losses of users do."""
+
+    names: tuple[str, ...] = ()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(**{name: inputs[name] for name in self.names if name in inputs}).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize("names", [("input_ids", "position_ids"), ("input_ids", PACKED)], ids=["positions", "layout"])
+def test_a_loss_that_hands_on_what_tells_sequences_apart(tmp_path: Path, names: tuple[str, ...]) -> None:
+    plain, fast = (make(tmp_path, num_train_epochs=1, trainer_class=OwnLoss) for _ in range(2))
+    plain.names, fast.names = ("input_ids", "attention_mask"), names
+    train(plain)
+    train(fast, packs.framework())
+    assert fast.losses[0] == pytest.approx(plain.losses[0], rel=packs.FP32)
+
+
+def test_a_loss_that_hands_on_tokens_alone_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, num_train_epochs=1, trainer_class=OwnLoss)
+    trainer.names = ("input_ids",)
+    with pytest.raises(UnsupportedError, match=r"without its position_ids and foak_packed; hand on the whole batch"):
+        train(trainer, packs.framework())
+
+
 # -- multipack
+
+
+def test_every_sample_once_with_workers_that_stay(tmp_path: Path) -> None:
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = make(tmp_path, Listed(), **options)
+    train(trainer, packs.framework(multipack={"max_tokens": 40, "num_processes": 1}))
+    rounds = len(trainer.seen) // 2
+    everything = sorted(example["input_ids"] for example in EXAMPLES)
+    assert list(epochs_of(trainer.seen, rounds)) == [everything] * 2
+    assert trainer.seen[:rounds] != trainer.seen[rounds:]
 
 
 def epochs_of(seen: list[Any], steps: int) -> Iterator[list[Any]]:
@@ -232,6 +308,15 @@ def test_the_budget_is_by_default_what_the_batch_size_gives_on_average(tmp_path:
     assert max(sum(map(len, batch)) for batch in alone.seen) == max(LENGTHS)
 
 
+def test_the_budget_shrinks_with_a_batch_size_that_memory_did_not_hold(tmp_path: Path) -> None:
+    trainer = make(tmp_path, Dataset.from_list(EXAMPLES[:4] * 8), per_device_train_batch_size=8)
+    packs.framework(multipack={}).apply(trainer)
+    average = sum(LENGTHS[:4]) / 4
+    for size, budget in ((8, 8 * average), (4, 4 * average), (1, max(LENGTHS[:4]))):
+        trainer._train_batch_size = size  # as auto_find_batch_size does
+        assert trainer.get_train_dataloader.sampler().max_tokens == budget
+
+
 def test_a_multipack_step_is_the_padded_step_of_the_same_samples(tmp_path: Path) -> None:
     trainer = make(tmp_path, num_train_epochs=1, gradient_accumulation_steps=2, max_grad_norm=0.0)
     train(trainer, packs.framework(multipack={"max_tokens": 40}))
@@ -246,21 +331,25 @@ def test_a_multipack_step_is_the_padded_step_of_the_same_samples(tmp_path: Path)
 
 
 @pytest.mark.parametrize("multipack", [None, {"max_tokens": 40}], ids=["padding-free", "multipack"])
-@pytest.mark.parametrize("stop_at", [3, 9])
-def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path, multipack: Any, stop_at: int) -> None:
-    whole = make(tmp_path / "whole")
+@pytest.mark.parametrize(("stop_at", "accumulated"), [(3, 1), (9, 1), (4, 2)])
+def test_a_run_that_was_killed_goes_on_where_it_was(
+    tmp_path: Path, multipack: Any, stop_at: int, accumulated: int
+) -> None:
+    accumulate = {"gradient_accumulation_steps": accumulated}
+    whole = make(tmp_path / "whole", **accumulate)
     train(whole, packs.framework(multipack))
-    options = {"save_strategy": "steps", "save_steps": stop_at}
+    options = {"save_strategy": "steps", "save_steps": stop_at, **accumulate}
     killed = make(tmp_path / "killed", **options)
     killed.add_callback(Recorder(stop_at))
     train(killed, packs.framework(multipack))
-    assert killed.seen == whole.seen[:stop_at]
+    trained = len(killed.seen)
+    assert killed.seen == whole.seen[:trained]
     resumed = make(tmp_path / "killed", **options)
     train(
         resumed, packs.framework(multipack), resume_from_checkpoint=str(tmp_path / "killed" / f"checkpoint-{stop_at}")
     )
-    assert resumed.seen == whole.seen[stop_at:]
-    assert resumed.losses == pytest.approx(whole.losses[stop_at:], rel=CURVE)
+    assert resumed.seen == whole.seen[trained:]
+    assert resumed.losses == pytest.approx(whole.losses[trained:], rel=CURVE)
     assert resumed.state.global_step == whole.state.global_step
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weights(resumed)[name], weight, rtol=1e-3, atol=1e-4, msg=name)
@@ -326,6 +415,11 @@ def test_what_multipack_refuses(
         train(trainer, packs.framework(multipack))
 
 
+def test_noise_by_the_length_of_a_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="NEFTune scales its noise by the length of a row"):
+        packs.framework().apply(make(tmp_path, neftune_noise_alpha=5.0))
+
+
 def test_batches_of_a_stream_would_be_cut_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, streamed(), max_steps=3)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
@@ -338,6 +432,12 @@ def test_lengths_of_a_column_are_believed() -> None:
     options = {"num_processes": 1, "key": "multipack"}
     assert sample_lengths(data, length_column="length", **options).tolist() == [7, 3]
     assert sample_lengths(data.select([1, 0, 1]), length_column="other", **options).tolist() == [1, 2, 1]
+
+
+def test_lengths_of_samples_that_are_made_as_they_are_read() -> None:
+    data = Dataset.from_list([{"input_ids": [5, 6, 7]}, {"input_ids": [5]}])
+    data.set_transform(lambda batch: {"input_ids": [[*tokens, 2] for tokens in batch["input_ids"]]})
+    assert sample_lengths(data, num_processes=1, length_column="length", key="multipack").tolist() == [4, 2]
 
 
 def test_processes_read_a_large_data_set() -> None:

@@ -25,8 +25,9 @@ class PaddingFreeCollator:
 
     Args:
         collator: makes the batch from examples: with ``attention_mask`` (padded at either side), or flattened already,
-            with ``position_ids`` that restart (as TRL's does under ``padding_free`` and ``packing``). None: examples
-            are mappings with ``input_ids`` and, if not every token is learned, ``labels``.
+            with ``position_ids`` that restart (as TRL's does under ``padding_free`` and ``packing``). ``position_ids``
+            beside a mask are kept as they are. None: examples are mappings with ``input_ids``, ``labels`` if not every
+            token is learned, and ``attention_mask`` if some are padding.
         device_type: where the batches will be computed; the layout is chosen for it.
         rows: whether the model needs the rows of buckets, which are then found here; see `PackedSequences`.
     """
@@ -47,7 +48,8 @@ class PaddingFreeCollator:
 
         Raises:
             UnsupportedError: the collator's batch tells neither by a mask nor by positions where sequences are, holds
-                something that does not belong to single tokens, or has no token at all.
+                something that does not belong to single tokens, has padding inside a sequence, or no token at all.
+            ValueError: an example's labels are not as many as its tokens.
         """
         if self.collator is None:
             return self._from_examples(examples)
@@ -70,8 +72,13 @@ class PaddingFreeCollator:
 
     def _flatten(self, batch: dict[str, Any], mask: torch.Tensor) -> dict[str, Any]:
         lengths = mask.sum(dim=1)
+        begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+        if (begins.sum(dim=1) > 1).any():
+            raise UnsupportedError(
+                "the attention_mask of the data collator's batch hides tokens inside a sequence: without them the next "
+                "token would be learned from another; padding stands at the ends of a row"
+            )
         flat = self._pack(lengths[lengths > 0].tolist())
-        batch.pop("position_ids", None)
         for name, value in batch.items():
             if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape:
                 raise UnsupportedError(
@@ -79,6 +86,7 @@ class PaddingFreeCollator:
                     f"collator's batch has not ({tuple(value.shape) if isinstance(value, torch.Tensor) else value})"
                 )
             flat[name] = value[mask][None]
+        flat[PACKED].restarts = torch.equal(flat["position_ids"], flat[PACKED].position_ids())
         return self._finished(flat)
 
     def _already_flat(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -93,11 +101,24 @@ class PaddingFreeCollator:
         return self._finished({**kept, PACKED: packed})
 
     def _from_examples(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        rows = [torch.as_tensor(example["input_ids"]).flatten() for example in examples]
-        labels = [torch.as_tensor(example.get("labels", example["input_ids"])).flatten() for example in examples]
-        flat = self._pack([len(row) for row in rows if len(row)])
-        flat["input_ids"], flat["labels"] = torch.cat(rows)[None], torch.cat(labels)[None]
-        return self._finished(flat)
+        rows: dict[str, list[torch.Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
+        for number, example in enumerate(examples):
+            tokens = _integers(example["input_ids"])
+            labels = _integers(example.get("labels", tokens))
+            mask = _integers(example.get("attention_mask", torch.ones_like(tokens)))
+            if not len(tokens) == len(labels) == len(mask):
+                raise ValueError(
+                    f"example {number} of a batch has {len(tokens)} input_ids, but {len(labels)} labels and an "
+                    f"attention_mask of {len(mask)}"
+                )
+            for name, values in zip(rows, (tokens, labels, mask), strict=True):
+                rows[name].append(values)
+        fill = {"input_ids": 0, "labels": _IGNORED, "attention_mask": 0}
+        batch = {
+            name: torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill[name])
+            for name, values in rows.items()
+        }
+        return self._flatten(batch, batch.pop("attention_mask").bool())
 
     def _pack(self, lengths: list[int]) -> dict[str, Any]:
         if not lengths:
@@ -116,3 +137,8 @@ class PaddingFreeCollator:
             labels[0, flat[PACKED].cu_seqlens[:-1].long()] = _IGNORED
             flat["labels"] = labels
         return flat
+
+
+def _integers(values: Any) -> torch.Tensor:
+    """A list, array or tensor of whole numbers, none of them included, as int64 ``[S]``."""
+    return torch.as_tensor(values).flatten().long()

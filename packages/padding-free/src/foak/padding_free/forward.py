@@ -32,14 +32,18 @@ class Settings:
         backend: the form of attention: ``auto``, ``varlen`` or ``sdpa``.
         own: whether attention is this package's; else the model's implementation (flash-attn, FlexAttention) packs by
             itself, from boundaries and positions.
+        name: of the implementation that the model's configuration must name for that.
         mixers: whether layers that mix tokens without attention take the layout too.
         reads_rows: whether a layer reads the rows of buckets, so that the collator should find them.
+        training: the layout of the batch that a trainer's step is training on, or None outside of one.
     """
 
     backend: str = "auto"
     own: bool = True
+    name: str | None = None
     mixers: bool = False
     reads_rows: bool = True
+    training: PackedSequences | None = None
 
 
 def packed_forward(
@@ -52,16 +56,24 @@ def packed_forward(
     other batch (padded, or a step of generation) passes through.
 
     Raises:
-        UnsupportedError: a packed batch that is not one row, or that has a mask or cached states besides.
+        UnsupportedError: a packed batch that is not one row, that has a mask or cached states besides, whose layout was
+            left out by a trainer's own loss, or that meets another implementation of attention than was prepared.
     """
     packed = kwargs.pop(PACKED, None)
-    if packed is None and settings.own:
-        packed = _recognised(kwargs)
-    if packed is None:
-        return inner(model, *args, **kwargs)
     tokens = args[0] if args else kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
+    if packed is None:
+        _check_not_stripped(settings, tokens, kwargs)
+        packed = _recognised(kwargs) if settings.own else None
+    if packed is None:
+        return inner(model, *args, **kwargs)
+    implementation = getattr(model.config, "_attn_implementation", None)
+    if settings.name not in (None, implementation):
+        raise UnsupportedError(
+            f"the model's attention was prepared for packed batches, but has been set to {implementation!r} since; "
+            "choose the implementation before foak is applied"
+        )
     if tokens is None or tuple(tokens.shape[:2]) != (1, packed.total):
         raise UnsupportedError(
             f"a packed batch of {packed.total} tokens is one row of as many, but the model got "
@@ -76,6 +88,11 @@ def packed_forward(
     if _takes(model, "use_cache"):
         kwargs.setdefault("use_cache", False)
     if not settings.own:
+        if not packed.restarts:
+            raise UnsupportedError(
+                f"{implementation} finds sequences by positions that restart, but the batch brings position_ids of its "
+                "own; load the model with attn_implementation='sdpa'"
+            )
         kwargs.update(dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), packed.cu_seqlens))
         kwargs.update(dict.fromkeys(("max_length_q", "max_length_k"), packed.max_length))
         return inner(model, *args, **kwargs)
@@ -85,6 +102,18 @@ def packed_forward(
         kwargs[PACKED] = packed
     with packing(packed, settings.backend):
         return inner(model, *args, **kwargs)
+
+
+def _check_not_stripped(settings: Settings, tokens: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse the tokens of a packed batch without what tells its sequences: they would be taken for other ones."""
+    packed = settings.training
+    if packed is None or tokens is None or (packed.restarts and kwargs.get("position_ids") is not None):
+        return
+    if len(packed.lengths) > 1 and tuple(tokens.shape[:2]) == (1, packed.total):
+        raise UnsupportedError(
+            f"the loss of this trainer hands the tokens of a packed batch to the model without its position_ids and "
+            f"{PACKED}; hand on the whole batch: model(**inputs)"
+        )
 
 
 def _recognised(kwargs: Mapping[str, Any]) -> PackedSequences | None:

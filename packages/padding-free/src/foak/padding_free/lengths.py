@@ -41,7 +41,8 @@ def sample_lengths(dataset: Any, *, num_processes: int, length_column: str, key:
             "tell; load it as a whole, or take the section out: padding_free works without it"
         )
     columns = getattr(dataset, "column_names", None)
-    if isinstance(columns, list) and hasattr(dataset, "with_format"):
+    transformed = getattr(dataset, "format", {}).get("type") == "custom"  # its samples are made as they are read
+    if isinstance(columns, list) and hasattr(dataset, "with_format") and not transformed:
         if length_column in columns:
             return np.asarray(dataset.with_format("numpy")[length_column][:], dtype=np.int64)
         if _COLUMN in columns:

@@ -56,6 +56,7 @@ class PackedSequences:
             sequence up holds that sequence's last token once more, so that no value in it can be infinite.
         restore: int64 ``[T]``: in which row each token stands.
         is_dense: whether the rows are the tokens as they lie, so that nothing has to be moved.
+        restarts: whether the positions of the batch are those of `position_ids`, not others that its collator gave.
     """
 
     def __init__(self, lengths: Sequence[int], call_cost: float = CALL_COST, *, rows: bool = True) -> None:
@@ -70,6 +71,7 @@ class PackedSequences:
         self.cu_seqlens = torch.from_numpy(starts)
         self.sequence_ids = torch.from_numpy(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes))[None]
         self.call_cost = call_cost
+        self.restarts = True
         self._rows: _Rows | None = _rows_of(self.lengths, call_cost) if rows else None
         self._masks: dict[Any, torch.Tensor] = {}
         self._pieces: dict[int, Self] = {}

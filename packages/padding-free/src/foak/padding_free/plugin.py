@@ -76,17 +76,18 @@ class PaddingFreePlugin(AccelerationPlugin):
     def prepare(self, trainer: Any) -> None:
         """Makes the trainer's training batches packed ones; evaluation and prediction keep theirs."""
         from foak.padding_free.statistics import CountedStep, FillCallback
-        from foak.padding_free.trainer import TrainingBatches, check_trainer
+        from foak.padding_free.trainer import InputTokens, TrainingBatches, check_trainer
 
         packs = MULTIPACK in self.section.paths
         key = f"{self.section.root}.{MULTIPACK}"
         check_trainer(trainer, f"{self.section.root}.{PADDING_FREE}", key if packs else None)
         multipack = {name: self.section[name] for name in ("num_processes", "max_tokens")} if packs else None
-        rows = self._packing is None or self._packing.reads_rows
-        batches = TrainingBatches(trainer, key, multipack, rows=rows)
+        assert self._packing is not None, "a trainer is prepared after its model"
+        batches = TrainingBatches(trainer, key, multipack, rows=self._packing.reads_rows)
         counter = FillCallback(self.patcher.report)
         self.patcher.set_attribute(trainer, "get_train_dataloader", batches)
-        self.patcher.set_attribute(trainer, "training_step", CountedStep(trainer, counter))
+        self.patcher.set_attribute(trainer, "training_step", CountedStep(trainer, counter, self._packing))
+        self.patcher.set_attribute(trainer, "_track_num_input_tokens", InputTokens(trainer))
         self._callbacks = [counter]
 
     def callbacks(self) -> Sequence[Any]:

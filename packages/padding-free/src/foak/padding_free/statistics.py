@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from foak.core.report import PatchReport
+from foak.padding_free.forward import Settings
 from foak.padding_free.packed import PACKED, PackedSequences
 
 __all__ = ["CountedStep", "FillCallback"]
@@ -72,13 +73,17 @@ class FillCallback(TrainerCallback):
 
 
 class CountedStep:
-    """Takes the place of a trainer's `training_step`, and counts what goes into it."""
+    """Takes the place of a trainer's `training_step`; counts what goes into it, and lets the model know of it."""
 
-    def __init__(self, trainer: Any, counter: FillCallback) -> None:
-        self.inner, self.counter = trainer.training_step, counter
+    def __init__(self, trainer: Any, counter: FillCallback, settings: Settings) -> None:
+        self.inner, self.counter, self.settings = trainer.training_step, counter, settings
 
     def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         packed = inputs.get(PACKED)
         if packed is not None:
             self.counter.count(packed)
-        return self.inner(model, inputs, *args, **kwargs)
+        self.settings.training = packed
+        try:
+            return self.inner(model, inputs, *args, **kwargs)
+        finally:
+            self.settings.training = None

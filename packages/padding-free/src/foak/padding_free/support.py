@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from foak.core import ModelPatcher, UnsupportedError
 from foak.core.patching import Rule
@@ -56,7 +57,8 @@ def add_rules(patcher: ModelPatcher, model: nn.Module, train_args: Any, key: str
     base: str = vars(language)["config"]._attn_implementation or "eager"
     settings = Settings(backend, own=base in BASES)
     if settings.own:
-        use_own_configuration(patcher, model, register(base))
+        settings.name = register(base)
+        use_own_configuration(patcher, model, settings.name)
     elif backend != "auto":
         raise UnsupportedError(
             f"{key}: attention: {backend} takes the place of the model's {base}; load the model with "
@@ -81,6 +83,9 @@ def refuse_by_structure(model: nn.Module, language: nn.Module, key: str) -> None
     def refuse(why: str) -> None:
         raise UnsupportedError(f"{key}: {name} cannot be trained padding-free: {why}")
 
+    loss = LOSS_MAPPING.get(getattr(language, "loss_type", None))
+    if loss not in (None, ForCausalLMLoss):
+        refuse(f"its loss ({language.loss_type}) is not that of the next token, which packed labels are made for")
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder, whose cross attention has no packed form")
     if getattr(config, "output_attentions", False):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import seed_worker
 
 from foak.core import UnsupportedError
 from foak.padding_free.collator import PaddingFreeCollator
 from foak.padding_free.lengths import sample_lengths
+from foak.padding_free.packed import PACKED
 from foak.padding_free.sampler import MultipackSampler
 
-__all__ = ["TrainingBatches", "check_trainer"]
+__all__ = ["InputTokens", "TrainingBatches", "check_trainer"]
 
 
 def check_trainer(trainer: Any, key: str, multipack_key: str | None) -> None:
@@ -36,6 +40,11 @@ def check_trainer(trainer: Any, key: str, multipack_key: str | None) -> None:
         )
     if getattr(trainer, "_is_vision_dataset", False):
         raise UnsupportedError(f"{key}: batches with images cannot be laid end to end")
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        raise UnsupportedError(
+            f"{key}: NEFTune scales its noise by the length of a row, and a packed row is as long as all sequences of "
+            "the batch; set neftune_noise_alpha to None"
+        )
     streams = isinstance(trainer.train_dataset, IterableDataset)
     if streams and args.world_size > 1 and args.accelerator_config.dispatch_batches is not False:
         raise UnsupportedError(
@@ -101,7 +110,8 @@ class TrainingBatches:
             )
         max_tokens = self.multipack["max_tokens"]
         if max_tokens is None:
-            average = math.ceil(args.per_device_train_batch_size * float(lengths.mean()))
+            # the batch size of now: smaller than the arguments' where auto_find_batch_size has run out of memory
+            average = math.ceil(self.trainer._train_batch_size * float(lengths.mean()))
             max_tokens = max(average, int(lengths.max(initial=1)))
         return MultipackSampler(
             lengths,
@@ -132,6 +142,9 @@ class TrainingBatches:
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=functools.partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
         )
         # The sampler deals to the ranks itself; accelerate would deal its batches once more.
         accelerator = trainer.accelerator
@@ -140,3 +153,18 @@ class TrainingBatches:
         )
         accelerator._dataloaders.append(prepared)
         return prepared
+
+
+class InputTokens:
+    """Takes the place of a trainer's `_track_num_input_tokens`, which counts by the mask where a batch has one.
+
+    Without it, the tokens that end a text would not be counted where they pad as well.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.inner = trainer._track_num_input_tokens
+
+    def __call__(self, inputs: Mapping[str, Any]) -> None:
+        if PACKED in inputs:
+            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        self.inner(inputs)
