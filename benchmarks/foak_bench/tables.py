@@ -174,7 +174,7 @@ def groups(chosen: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
 
     def order(record: Record) -> tuple[str, int, str]:
         label = record.scenario.row.label
-        return record.scenario.group, 0 if label == "plain" else 2 if label == "foak" else 1, label
+        return record.scenario.group, 0 if label == "plain" else 2 if label.startswith("foak") else 1, label
 
     for group, members in itertools.groupby(sorted(chosen, key=order), key=lambda record: record.scenario.group):
         yield group, list(members)

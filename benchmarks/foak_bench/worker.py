@@ -1,8 +1,9 @@
 """The process that measures one or several scenarios: `python -m foak_bench.worker JOB.json`.
 
 JOB.json holds `scratch`, `scenarios` and `share`: whether many share this process and make quantized bases in it. Each
-scenario's result is a file beside it, announced by a line on stdout that begins with `MARK`. A process ends early, with the rest of its scenarios undone, after one that did not fit, and when an
-earlier one left more than `_LEFTOVER_BYTES` behind on the device: then the next peak would not be its own.
+scenario's result is a file beside it, announced by a line on stdout that begins with `MARK`. A process ends early, with
+the rest of its scenarios undone, after one that did not fit, and when an earlier one left more than `_LEFTOVER_BYTES`
+behind on the device: then the next peak would not be its own.
 """
 
 from __future__ import annotations
