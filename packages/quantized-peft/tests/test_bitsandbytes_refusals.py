@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from foak.core import AccelerationFramework, UnsupportedError
 from foak.quantized_peft.plugin import QuantizedPeftPlugin
@@ -237,5 +237,7 @@ def test_other_shapes_are_taken_where_the_call_allows_them(checkpoint: Path, tmp
     folder = shutil.copytree(checkpoint, tmp_path / "dense")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}), encoding="utf-8")
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    plain = AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True, quantization_config=quantization)
     model = framework().load_model(folder, ignore_mismatched_sizes=True)
-    assert model.lm_head.weight.shape == (100, 64)
+    assert model.lm_head.weight.shape == plain.lm_head.weight.shape

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,16 +28,40 @@ def loaded_with_fault(
     Returns:
         The model, and the fault that names a tensor, or None.
     """
-    arguments = {"ignore_mismatched_sizes": True, **kwargs}
-    model, info = load(name_or_path, output_loading_info=True, **arguments)
-    return model, _fault(info, quantized, "ignore_mismatched_sizes" not in kwargs)
+    # Allowed to transformers, which would refuse without naming any.
+    arguments = {**kwargs, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, info = load(name_or_path, **arguments)
+    fault = None
+    if not kwargs.get("ignore_mismatched_sizes"):
+        fault = _shape_fault(sorted({*info["mismatched_keys"], *_other_shapes(model)}))
+    return model, fault or _name_fault(info, quantized)
 
 
-def _fault(info: Mapping[str, Any], quantized: frozenset[str], sizes_count: bool) -> str | None:
-    mismatched = sorted(info["mismatched_keys"]) if sizes_count else []
+def _other_shapes(model: PreTrainedModel) -> Iterator[tuple[str, torch.Size, torch.Size]]:
+    """Parameters whose shape is not that of the configuration: beside quantized layers some releases load any shape."""
+    config = copy.deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        plain = type(model)(config)
+    loaded = dict(model.named_modules())
+    for where, module in plain.named_modules():
+        other = loaded.get(where)
+        if other is None or type(other) is not type(module):  # quantized
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            shape = getattr(other, part).shape
+            if shape != parameter.shape:
+                yield f"{where}.{part}", shape, parameter.shape
+
+
+def _shape_fault(mismatched: list[Any]) -> str | None:
     if mismatched:
         name, stored, wanted = mismatched[0]
         return f"{name} is {list(stored)}, but by config.json it is {list(wanted)}{_more(mismatched)}"
+    return None
+
+
+def _name_fault(info: Mapping[str, Any], quantized: frozenset[str]) -> str | None:
     missing = sorted(info["missing_keys"])
     if missing:
         return f"{missing[0]} is missing{_more(missing)}"
