@@ -36,6 +36,9 @@ class Launcher:
     The kernel's parameters are pointers, then numbers, then constants (`tl.constexpr`), all of which are given here by
     name. A launcher is to be kept, under whatever its constants follow from: see `planned`.
 
+    `registers` is the most that a thread may have, where the compiler takes so many that too few programs run at once;
+    only Nvidia's knows of it.
+
     A kernel's first pointers may be tensor descriptors, through which Hopper's memory unit moves whole blocks: `blocks`
     has the shape [rows, columns] of a block for each. Such a tensor is a matrix, or one of more dimensions that is
     contiguous and counts as the matrix of its rows; it is not empty, and its rows begin at multiples of 16 bytes.
@@ -50,6 +53,7 @@ class Launcher:
         *,
         num_warps: int,
         num_stages: int | None = None,
+        registers: int | None = None,
         blocks: Sequence[list[int]] = (),
         **constants: object,
     ) -> None:
@@ -58,6 +62,8 @@ class Launcher:
         self.keywords = constants | {"num_warps": num_warps}
         if num_stages is not None:
             self.keywords["num_stages"] = num_stages
+        if registers is not None:
+            self.keywords["maxnreg"] = registers
         self._values = tuple(constants.values())
         self._names = tuple(constants)
         self._variants: dict[Key, tuple[Any, Any, Any, CompiledKernel]] = {}

@@ -36,20 +36,11 @@ def _philox(seed, c0, c1, c2):
 
 @triton.jit
 def kept(seed, stream, rows, first_column, threshold, BLOCK: tl.constexpr):
-    """Which of [rows, BLOCK] elements are kept; `first_column` is a multiple of 8."""
-    groups = (tl.arange(0, BLOCK // _COLUMNS_PER_CALL) + first_column // _COLUMNS_PER_CALL).to(tl.uint32)
-    row = rows.to(tl.uint32)[:, None] + tl.zeros_like(groups)[None, :]
-    w0, w1, w2, w3 = _philox(seed.to(tl.uint64), row, groups[None, :] + tl.zeros_like(row), stream)
+    """Which of [rows, BLOCK] elements are kept; `first_column`, one or one for each row, is a multiple of 8."""
+    first = (tl.zeros_like(rows) + first_column // _COLUMNS_PER_CALL).to(tl.uint32)
+    groups = first[:, None] + tl.arange(0, BLOCK // _COLUMNS_PER_CALL).to(tl.uint32)[None, :]
+    row = rows.to(tl.uint32)[:, None] + tl.zeros_like(groups)
+    w0, w1, w2, w3 = _philox(seed.to(tl.uint64), row, groups, stream)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
     numbers = tl.join(words, (words << 16) | (words >> 16))
     return numbers.reshape(rows.shape[0], BLOCK) >= threshold.to(tl.uint32)
-
-
-@triton.jit
-def keep_both(keep, narrow, wide):
-    """Two tensors with one mask. They are joined so that the mask is needed in one layout only: left to itself the
-    compiler computes it a second time in the layout of the tensor cores, where a thread has few neighbouring columns.
-    """
-    pair = tl.where(keep[:, :, None], tl.join(narrow.to(tl.float32), wide), 0.0)
-    first, second = tl.split(pair)
-    return first.to(narrow.dtype), second

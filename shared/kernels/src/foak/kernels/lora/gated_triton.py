@@ -22,7 +22,7 @@ from foak.kernels.lora.dropout import threshold_of
 from foak.kernels.lora.dropout_triton import kept
 from foak.kernels.lora.factors_triton import add_outer, columns_of, load_factor, low_rank_share, split_dot, stages
 from foak.kernels.lora.ptx_triton import fast_sigmoid, pinned, speaks_ptx, tied
-from foak.kernels.lora.thin_triton import sum_parts
+from foak.kernels.lora.reduce_triton import sum_parts
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 

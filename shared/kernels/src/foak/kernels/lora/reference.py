@@ -62,7 +62,7 @@ def reduce_rows(
     dx: Tensor | None = None,
     transposed: bool = False,
 ) -> list[Tensor]:
-    """`z_i.T @ (mask_i * x)`, like each factor; adds `mask_i * (z_i @ factor_i)` to `dx`; see `thin_triton`."""
+    """`z_i.T @ (mask_i * x)`, like each factor; adds `mask_i * (z_i @ factor_i)` to `dx`; see `reduce_triton`."""
     x = x.reshape(-1, x.shape[-1])
     z = z.view(len(factors), *z.shape[-2:])
     sums = []
