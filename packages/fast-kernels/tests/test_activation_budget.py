@@ -4,99 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from budgeted import LAYERS, MIB, Run, assert_same_run, budget_of, checkpointed, framework, llama
 from pairs import assert_untouched, snapshot
 from storages import LivingStorages
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from foak.core import AccelerationFramework, ConfigError, UnsupportedError
+from foak.core import ConfigError, UnsupportedError
 from foak.fast_kernels.checkpointing import budget as budgets
 from foak.fast_kernels.checkpointing.limit import parse_limit
-
-LAYERS = 6
-MIB = 2**20
-
-
-def llama(dropout: float = 0.0) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=dropout,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
-
-
-def checkpointed(model: Any, reentrant: bool = False) -> Any:
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    return model
-
-
-def framework(budget: Any) -> AccelerationFramework:
-    return AccelerationFramework({"plugins": {"training": {"activation_checkpointing": {"budget": budget}}}})
-
-
-def budget_of(model: Any) -> budgets.ActivationBudget:
-    found = [vars(m)[budgets.ATTRIBUTE] for m in model.modules() if budgets.ATTRIBUTE in vars(m)]
-    assert len(found) == 1
-    return found[0]  # type: ignore[no-any-return]
-
-
-class Run:
-    """Steps of a model under a meter: losses, gradients, the peak of each step, layers kept."""
-
-    def __init__(self, model: Any, meter: LivingStorages, accumulate: int = 1) -> None:
-        self.model, self.meter, self.accumulate = model, meter, accumulate
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        self.losses: list[float] = []
-        self.gradients: list[list[torch.Tensor]] = []
-        self.peaks: list[int] = []
-        self.kept: list[int] = []
-
-    def steps(self, shapes: list[tuple[int, int]]) -> Run:
-        generator = torch.Generator().manual_seed(1)
-        torch.manual_seed(2)
-        for index, shape in enumerate(shapes):
-            ids = torch.randint(0, 128, shape, generator=generator)
-            self.meter.peak = self.meter.allocated  # as a user who looks at each step by itself would
-            loss = self.model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            self.losses.append(loss.item())
-            del loss
-            decision = budget_of(self.model).decision if budgets.ATTRIBUTE in vars(self.model.model) else None
-            self.kept.append(decision.kept if decision else 0)
-            if (index + 1) % self.accumulate == 0:
-                self.optimizer.step()
-                self.peaks.append(self.meter.peak)
-                grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-                self.gradients.append([g.numpy().copy() for g in grads])  # outside what the meter counts
-                self.optimizer.zero_grad()
-        return self
-
-
-@pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[LivingStorages]:
-    """A meter of all that is allocated from here on, which the budget reads too."""
-    with LivingStorages() as found:
-        monkeypatch.setattr(budgets, "meter_for", lambda device: found)
-        yield found
-
-
-def assert_same_run(plain: Run, fast: Run) -> None:
-    assert plain.losses == fast.losses
-    for expected, actual in zip(plain.gradients, fast.gradients, strict=True):
-        assert len(expected) == len(actual) > 0
-        assert all((a == b).all() for a, b in zip(expected, actual, strict=True))
-
 
 FIXED = [(4, 48)] * 4
 RAGGED = [(4, 24), (4, 48), (2, 16), (3, 40), (4, 64), (1, 8), (4, 64)]

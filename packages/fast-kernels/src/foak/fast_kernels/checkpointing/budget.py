@@ -1,14 +1,10 @@
-"""Decides in every forward which of a model's checkpointed layers keep their activations.
-
-Transformers' layers call ``self._gradient_checkpointing_func(run, *args)`` where they are to be checkpointed. Here that
-attribute of each instance becomes a `Segment`, which either passes the call on or just runs the layer.
-"""
+"""Decides in every forward which of a model's checkpointed layers keep their activations."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +13,12 @@ from torch import Tensor, nn
 from foak.core.patching import ModelPatcher
 from foak.fast_kernels.checkpointing.gradients import Gradients
 from foak.fast_kernels.checkpointing.limit import show_bytes
-from foak.fast_kernels.checkpointing.meter import Meter, Reading, meter_for
+from foak.fast_kernels.checkpointing.meter import Meter, meter_for
 from foak.fast_kernels.checkpointing.plan import Profile, Size, most_kept, peak, unavoidable
+from foak.fast_kernels.checkpointing.rebuild import Slim, can_slim
 from foak.fast_kernels.checkpointing.record import Recording
-from foak.fast_kernels.checkpointing.structure import holds_scores, sharded_by
+from foak.fast_kernels.checkpointing.segment import Decision, Forward, Hook, Recorded, Segment, Watched, itself
+from foak.fast_kernels.checkpointing.structure import holds_scores, kinds_of, sharded_by
 
 FUNCTION = "_gradient_checkpointing_func"
 """The attribute by which transformers' layers reach the checkpointing function."""
@@ -28,113 +26,13 @@ FUNCTION = "_gradient_checkpointing_func"
 ATTRIBUTE = "_foak_activation_budget"
 """Where a model's budget is found: a plain attribute of the module whose forward runs all checkpointed layers."""
 
-MARGIN = 1 / 128
+MARGIN = 1 / 256
 """The part of a budget that a plan leaves free: memory that rounding and an uneven batch may take."""
 
 RESERVE = 0.94
 """The part of a device's memory that is planned with at most, for the allocator's fragmentation."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was decided for the latest forward.
-
-    Attributes:
-        kept: how many of the last segments keep their activations.
-        segments: how many segments the forward has.
-        predicted: upper bound of the peak that the forward and the kept segments' backward bring, in bytes.
-        limit: what it was held against, in bytes.
-    """
-
-    kept: int
-    segments: int
-    predicted: int
-    limit: int
-
-
-class _Hook:
-    """A hook whose copies do nothing."""
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self.hook = hook
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (_do_nothing,)
-
-    def __call__(self, *args: Any) -> None:
-        self.hook(*args)
-
-
-def _do_nothing(*_: Any) -> None:
-    return
-
-
-def _itself(function: Any) -> Any:
-    return function
-
-
-class Segment:
-    """Stands in a layer's attribute for the checkpointing function `function`."""
-
-    def __init__(self, function: Callable[..., Any], module: nn.Module, budget: ActivationBudget) -> None:
-        self.function, self.module, self.budget = function, module, budget
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is the function that it stands for."""
-        return _itself, (self.function,)
-
-    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer, checkpointed or not."""
-        if torch.compiler.is_compiling():
-            return self.function(run, *args, **kwargs)
-        return self.budget.run(self, run, args, kwargs)
-
-
-class _Recorded:
-    """A layer's run, read before and after where it is a recomputation: not at the first call, but at later ones."""
-
-    def __init__(self, run: Callable[..., Any], recording: Recording, index: int) -> None:
-        self.run, self.recording, self.index, self.ran = run, recording, index, False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.ran:
-            self.ran = True
-            return self.run(*args, **kwargs)
-        meter = self.recording.meter
-        self.recording.again[self.index] = meter.read()
-        try:
-            return self.run(*args, **kwargs)
-        finally:  # checkpointing leaves by an exception once it has what it needs
-            self.recording.done[self.index] = meter.read()
-
-
-class _Watched:
-    """The run of the last checkpointed layer: when it comes again, those behind it have given their memory back."""
-
-    def __init__(self, run: Callable[..., Any], budget: ActivationBudget, forward: _Forward) -> None:
-        self.run, self.budget, self.forward, self.ran = run, budget, forward, False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.ran:
-            self.budget.judge(self.forward)
-        self.ran = True
-        return self.run(*args, **kwargs)
-
-
-class _Forward:
-    """One forward of the model, while it runs."""
-
-    def __init__(self, start: Reading) -> None:
-        self.start = start
-        self.calls = 0
-        self.depth = 0
-        self.first_kept: int | None = None  # None: every segment is checkpointed
-        self.sizes: list[Size] = []
-        self.owners: list[nn.Module] = []
-        self.recording: Recording | None = None
-        self.decision: Decision | None = None
 
 
 class ActivationBudget:
@@ -155,27 +53,30 @@ class ActivationBudget:
         self.meter: Meter | None = None
         self.decision: Decision | None = None
         self.profile: Profile | None = None
+        self.slim: Profile | None = None  # of segments that drop what is quick to compute again; None: nothing is
         self._patcher = patcher
-        self._forward: _Forward | None = None
-        self._learning: _Forward | None = None
+        self._forward: Forward | None = None
+        self._learning: Forward | None = None
         self._gradients: Gradients | None = None
         self._off = ""
-        self._highest = 0.0  # the most that a step has needed with every segment checkpointed
+        self._highest = 0.0  # the most that a step has needed, or needs by arithmetic, with every segment checkpointed
+        self._rest: int | None = None  # the peak before that part of a step which needs no more for what was kept
+        self._unjudged: Forward | None = None  # the latest forward, while it holds activations that it has kept
         self._excess = 0.0  # by which plans were found to be wrong
         self._note: str | None = None
         self._range: tuple[int, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of an accelerated model, or of a part of it, checkpoints every layer and has no budget."""
-        return _itself, (None,)
+        return itself, (None,)
 
     # -- on and off ---------------------------------------------------------------------------------------------------
 
     def install(self, patcher: ModelPatcher) -> None:
         """Take the place of the checkpointing functions, from now until the patcher restores."""
         patcher.set_attribute(self.root, ATTRIBUTE, self)
-        patcher.on_restore(self.root.register_forward_pre_hook(_Hook(self.begin)).remove)
-        patcher.on_restore(self.root.register_forward_hook(_Hook(self.end)).remove)
+        patcher.on_restore(self.root.register_forward_pre_hook(Hook(self.begin)).remove)
+        patcher.on_restore(self.root.register_forward_hook(Hook(self.end)).remove)
         patcher.on_restore(self._take_places_back)
         self._take_places()
 
@@ -197,8 +98,10 @@ class ActivationBudget:
     def begin(self, root: nn.Module, args: Any) -> None:
         """Before each forward of the root."""
         if torch.compiler.is_compiling():
+            self._say_compiled()
             return
         self._forward = None
+        self._settle()
         if not (torch.is_grad_enabled() and root.training):
             return
         self._take_places()
@@ -207,21 +110,31 @@ class ActivationBudget:
         assert self.meter is not None
         start = self.meter.read()
         self._finish_learning()
-        self._forward = _Forward(start)
+        self._forward = Forward(start, alone=self._unjudged is None)
+        self._unjudged = None
 
     def end(self, root: nn.Module, args: Any, output: Any) -> None:
         """After each forward of the root."""
         if torch.compiler.is_compiling():
             return
         forward, self._forward = self._forward, None
-        if forward is None or forward.recording is None:
+        if forward is None:
             return
-        if self.profile is None:
+        if forward.first_kept is not None:
+            self._unjudged = forward
+        elif forward.alone:
+            self._rest = forward.start.peak
+        if forward.recording is None:
+            return
+        if forward.slim and not forward.dropped:
+            self.slim = None
+        profile = self.profile if self.slim is None or not forward.slim else self.slim
+        if profile is None:
             self._learning = forward
-        elif forward.calls == self.profile.segments:
-            self.profile.learn(forward.recording, forward.sizes[-1])
+        elif forward.calls == profile.segments:
+            profile.learn(forward.recording, forward.sizes[-1])
         else:  # a forward of another kind: what was learned is of no use
-            self.profile = None
+            self.profile = self.slim = None
 
     def run(self, segment: Segment, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one segment: checkpointed, unless the forward at hand is one in which it keeps its activations."""
@@ -241,12 +154,19 @@ class ActivationBudget:
             if keeps:
                 recording.kept.add(index)
             elif self.profile is None:
-                run = _Recorded(run, recording, index)
+                run = Recorded(run, recording, index)
         if forward.first_kept is not None and index == forward.first_kept - 1:
-            run = _Watched(run, self, forward)
+            run = Watched(run, self, forward)
         forward.depth += 1
         try:
-            output = run(*args) if keeps else segment.function(run, *args, **kwargs)
+            if not keeps:
+                output = segment.function(run, *args, **kwargs)
+            elif forward.slim and can_slim():
+                with Slim() as slim:
+                    output = run(*args)
+                forward.dropped += slim.dropped
+            else:
+                output = run(*args)
         finally:
             forward.depth -= 1
         if recording is not None:
@@ -264,10 +184,10 @@ class ActivationBudget:
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
-    def _plan(self, forward: _Forward, size: Size) -> None:
+    def _plan(self, forward: Forward, size: Size) -> None:
         """Decide which segments, from the next on, keep their activations, and whether to record."""
         assert self.meter is not None
-        forward.first_kept = None
+        forward.first_kept, forward.slim = None, False
         known, gradients = self.profile, self._gradients
         if known is None or gradients is None:
             if forward.calls == 0:
@@ -282,11 +202,17 @@ class ActivationBudget:
         least = unavoidable(profile, step)
         self._highest = max(self._highest, least)
         limit = self._highest if self.limit is None else min(self.limit, RESERVE * gradients.capacity)
-        kept = most_kept(profile, step, limit * (1 - MARGIN) - self._excess) if least <= limit else 0
+        free = limit * (1 - MARGIN) - self._excess if least <= limit else 0
+        kept = most_kept(profile, step, free)
+        if kept < profile.segments - profile.first and self.slim is not None:
+            forward.slim, known = True, self.slim
+            profile = known.at(size)
+            kept = most_kept(profile, step, free)
         kept = min(kept, profile.segments - forward.calls)
         if kept:
             forward.first_kept = profile.segments - kept
-        forward.decision = self.decision = Decision(kept, profile.segments, int(peak(profile, step, kept)), int(limit))
+        predicted = int(peak(profile, step, kept))
+        forward.decision = self.decision = Decision(kept, profile.segments, predicted, int(limit), forward.slim)
         self._report(least)
         if kept and forward.calls == 0 and known.has_to_learn(kept, factor):
             forward.recording = Recording(self.meter)
@@ -301,13 +227,18 @@ class ActivationBudget:
             return
         assert self.meter is not None
         self._gradients = Gradients(self.model, forward.owners, self.meter.capacity())
-        self.profile = Profile.of(forward.recording, forward.sizes, self._gradients.of_each)
+        kinds = kinds_of(forward.owners)
+        self.profile = Profile.of(forward.recording, forward.sizes, self._gradients.of_each, kinds)
+        self.slim = copy.deepcopy(self.profile)
 
-    def judge(self, forward: _Forward) -> None:
+    def judge(self, forward: Forward) -> None:
         """Where the part of a step that was planned for has passed the limit, plan with that much less from now on."""
         assert self.meter is not None
         decision, forward.decision = forward.decision, None
         now = self.meter.read()
+        if forward is self._unjudged:
+            self._unjudged = None
+            self._rest = now.peak if forward.alone else None
         if decision is None or now.peak <= forward.start.peak or now.peak <= decision.limit:
             return
         excess = now.peak - decision.limit
@@ -317,6 +248,14 @@ class ActivationBudget:
             show_bytes(now.peak),
             show_bytes(excess),
         )
+
+    def _settle(self) -> None:
+        """Where the rest of a step has raised the peak, a step needs that much however many segments keep theirs."""
+        before, self._rest = self._rest, None
+        if before is not None and self.meter is not None:
+            peak_now = self.meter.read().peak
+            if peak_now > before:
+                self._highest = max(self._highest, peak_now)
 
     def _ready(self) -> bool:
         """Whether there is a meter, and nothing in the way."""
@@ -358,7 +297,14 @@ class ActivationBudget:
         else:
             low, high = self._range
             text = f"{high if low == high else f'{low} to {high}'} of {segments} layers keep their activations"
+            if self.decision.slim and self.slim is not None:
+                text += ", but for what is quick to compute again"
         self.say(text)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _say_compiled(self) -> None:
+        # Runs once, while torch.compile traces, and leaves nothing in the graph.
+        self.say("every layer stays checkpointed: torch.compile takes the model as one")
 
     def say(self, text: str) -> None:
         """Put a line into the report, in the place of the one before."""

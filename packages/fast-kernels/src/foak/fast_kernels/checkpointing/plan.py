@@ -74,7 +74,9 @@ class Profile:
         first: the first segment that may keep its activations: those before it differ in size from the last ones.
         output: what a checkpointed segment leaves.
         kept: what a segment leaves that keeps its activations, at most.
-        measured: whether `kept` was measured on a segment that did, or taken from a recomputation.
+        measured: whether `kept` was measured on a segment that did.
+        estimate: what `kept` would be by the recomputation of each segment, which holds a little more.
+        kinds: a number for each segment, the same for those whose layers have the same structure.
         least: the smallest that `kept` was at any size: an upper bound of the part that does not shrink with the size.
         head: what the loss needs.
         backward: what the backward of a checkpointed segment needs.
@@ -86,19 +88,22 @@ class Profile:
     output: list[float]
     kept: list[float]
     measured: list[bool]
+    estimate: list[float]
+    kinds: Sequence[int]
     least: list[float]
     head: Span
     backward: list[Span]
     gradients_stay: bool
 
     @classmethod
-    def of(cls, recording: Recording, sizes: Sequence[Size], gradients: Sequence[int]) -> Profile:
+    def of(cls, recording: Recording, sizes: Sequence[Size], gradients: Sequence[int], kinds: Sequence[int]) -> Profile:
         """What a step has shown in which every segment was checkpointed.
 
         Args:
             recording: its readings, backward included.
             sizes: of its segments.
             gradients: bytes that the gradients of each segment take.
+            kinds: of its segments' layers.
         """
         segments = recording.segments
         output: list[float] = [recording.left(index) for index in range(segments)]
@@ -113,6 +118,8 @@ class Profile:
             output=output,
             kept=kept,
             measured=[False] * segments,
+            estimate=list(kept),
+            kinds=kinds,
             least=list(kept),
             head=recording.head(),
             backward=recording.backward(),
@@ -131,6 +138,7 @@ class Profile:
             self.size = size
             self.output = [factor * amount for amount in self.output]
             self.kept = [factor * amount for amount in self.kept]
+            self.estimate = [factor * amount for amount in self.estimate]
             self.head = self.head.times(factor)
             self.backward = [span.times(factor) for span in self.backward]
         for index in recording.kept:
@@ -140,6 +148,17 @@ class Profile:
                 known = self.kept[index] if self.measured[index] and factor == 1 else 0
                 self.kept[index] = max(known, left)
                 self.measured[index] = True
+        for index in range(self.segments):
+            if not self.measured[index]:
+                self.kept[index] = self._expected(index)
+
+    def _expected(self, index: int) -> float:
+        """What a segment would keep, by those of its kind that have kept theirs: as they did, if not more."""
+        alike = [
+            other for other in range(self.segments) if self.measured[other] and self.kinds[other] == self.kinds[index]
+        ]
+        more = (self.kept[other] + max(0.0, self.estimate[index] - self.estimate[other]) for other in alike)
+        return max(more, default=self.kept[index])
 
     def has_to_learn(self, kept: int, factor: float) -> bool:
         """Whether a forward of `factor` times the size, whose last `kept` segments keep theirs, would show anything."""
@@ -165,6 +184,8 @@ class Profile:
                 for amount, least in zip(self.kept, self.least, strict=True)
             ],
             self.measured,
+            self.estimate,
+            self.kinds,
             self.least,
             self.head.times(up),
             [span.times(up) for span in self.backward],

@@ -44,6 +44,16 @@ def is_checkpointing(modules: Sequence[nn.Module]) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in modules)
 
 
+def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
+    """A number for each layer, the same where class and parameters' shapes are."""
+    numbers: dict[object, int] = {}
+    structures = (
+        (type(layer), tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()))
+        for layer in layers
+    )
+    return [numbers.setdefault(structure, len(numbers)) for structure in structures]
+
+
 def sharded_by(modules: Sequence[nn.Module]) -> str | None:
     """Why recomputation may need other processes, which must then recompute the same layers; None if it does not."""
     for module in (modules[0], modules[-1]):

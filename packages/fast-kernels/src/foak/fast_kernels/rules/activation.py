@@ -23,6 +23,7 @@ from foak.core.patching.rule import Case
 from foak.core.patching.structure import structure
 from foak.core.patching.twin import compute_dtype, is_linear_like, linear_sizes, stand_in
 from foak.core.patching.verify import isolated
+from foak.fast_kernels.checkpointing.rebuild import rebuildable
 from foak.fast_kernels.hooks import is_listened_to
 from foak.fast_kernels.lora.forward import gated_forward
 from foak.kernels import geglu, swiglu
@@ -71,9 +72,9 @@ class Formula:
         if fused is not None:
             return fused
         if self.activation == "silu":
-            hidden = swiglu(gate, up)
+            hidden = rebuildable(swiglu, gate, up)
         else:
-            hidden = geglu(gate, up, "tanh" if self.activation == "gelu_tanh" else "none")
+            hidden = rebuildable(geglu, gate, up, "tanh" if self.activation == "gelu_tanh" else "none")
         result: torch.Tensor = children[self.down](hidden)  # type: ignore[misc]
         return result
 

@@ -24,6 +24,7 @@ from foak.core.patching.rule import Case
 from foak.core.patching.structure import structure
 from foak.core.patching.twin import stand_in
 from foak.core.patching.verify import isolated
+from foak.fast_kernels.checkpointing.rebuild import rebuildable
 from foak.kernels import layer_norm, rms_norm
 
 _MATCH = 1e-9
@@ -61,6 +62,11 @@ class Formula:
         eps = getattr(norm, self.eps)
         if eps is None:  # torch.nn.RMSNorm's default
             eps = torch.finfo(x.dtype).eps
+        return rebuildable(self._compute, x, weight, bias, eps)
+
+    def _compute(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
         if self.autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         if self.subtracts_mean:
