@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadedModel", "load_model", "locate"]
 
 _PACKAGE = "package:"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def load_model(run: RunFile, framework: AccelerationFramework | None = None) -> 
         framework: loads the model (a plugin's loader, if one is active); None loads it with transformers.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be read.
+        ConfigError: there is no such model, it cannot be read, or its weights are pickled and `model.pickled_weights`
+            does not allow that.
     """
     import torch
     import transformers
@@ -58,6 +60,9 @@ def load_model(run: RunFile, framework: AccelerationFramework | None = None) -> 
         arguments["quantization_config"] = gguf_config(dequantize=True)
     if section.attn_implementation is not None:
         arguments["attn_implementation"] = section.attn_implementation
+    if gguf_file is None and not section.pickled_weights:
+        _refuse_pickled(run, Path(location))
+        arguments["use_safetensors"] = True
     load = AutoModelForCausalLM.from_pretrained if framework is None else framework.load_model
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, **common)
@@ -79,6 +84,18 @@ def load_model(run: RunFile, framework: AccelerationFramework | None = None) -> 
     if gguf_file is not None and not _loaded_by_plugin(framework):
         _forget_gguf(model)
     return LoadedModel(model, tokenizer)
+
+
+def _refuse_pickled(run: RunFile, folder: Path) -> None:
+    """Refuses a folder whose weights are in pickle files only; what a hub id leads to is refused when it is read."""
+    files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    pickled = [name for name in files if name.endswith((*_PICKLED, ".bin.index.json")) and name != "training_args.bin"]
+    if pickled and not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in files):
+        raise run.origin.error(
+            "model.name_or_path",
+            f"is {run.model.name_or_path!r}, whose weights are pickled ({pickled[0]}): such a file can hold more than "
+            "numbers. Save the model in safetensors, or write model.pickled_weights: true",
+        )
 
 
 def _loaded_by_plugin(framework: AccelerationFramework | None) -> bool:

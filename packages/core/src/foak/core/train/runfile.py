@@ -57,6 +57,8 @@ class ModelSection:
         gguf_file: name of the GGUF file in the folder; found by itself in a folder that holds one and no config.
         revision: branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with the model may run.
+        pickled_weights: whether weights may be read from files of `torch.save` (.bin, .pt), which can hold more than
+            numbers; otherwise from safetensors (or a GGUF file) only.
         attn_implementation: attention of transformers, such as `sdpa`.
     """
 
@@ -65,6 +67,7 @@ class ModelSection:
     gguf_file: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    pickled_weights: bool = False
     attn_implementation: str | None = None
 
 
