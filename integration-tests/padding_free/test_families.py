@@ -13,7 +13,7 @@ from architectures import ARCHITECTURES, Architecture
 from foak.core import AccelerationFramework
 from foak.padding_free.packed import PACKED
 
-EXAMPLES = packs.sequences((5, 17, 1, 9, 40, 2))
+EXAMPLES = packs.sequences((5, 17, 1, 9, packs.MAX_LENGTH, 2))
 KERNELS = {
     "fast_loss": "fused_linear",
     "fast_rms_layernorm": "auto",

@@ -88,8 +88,10 @@ def fill(outcome: Outcome) -> str:
         (None, {"lora": True, "gradient_checkpointing": True}),
         (None, {"gradient_accumulation_steps": 2}),
         (messages, {"assistant_only_loss": True}),
+        (tokens, {}),
+        (lambda: prompts_and_completions().to_iterable_dataset(), {"max_steps": 6}),
     ],
-    ids=["completions", "everything", "LoRA", "accumulated", "assistant"],
+    ids=["completions", "everything", "LoRA", "accumulated", "assistant", "pre-tokenized", "streamed"],
 )
 def test_sft_learns_what_it_learns_padded(tmp_path: Path, data: Any, options: dict[str, Any], kernels: bool) -> None:
     def make() -> SFTTrainer:
