@@ -1,5 +1,6 @@
 """Launches that go past Triton's own: never of another variant than it would choose, and never unseen by a hook."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel, make_backend
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foak.kernels import launcher as launcher_module
 from foak.kernels import layer_norm, rms_norm, swiglu
@@ -199,6 +201,82 @@ def test_another_device_is_made_current_for_the_launch(watch: Watch, monkeypatch
     watch.launch(device=1)
     assert [args[3] for args in watch.direct] == ["stream 1"]
     assert watch.device == 0
+
+
+class MatrixOnGpu(OnGpu):
+    """What a descriptor asks a tensor on a GPU."""
+
+    def __init__(self, shape: tuple[int, ...], stride: int, address: int = 256) -> None:
+        super().__init__(address)
+        self.shape = torch.Size(shape)
+        self._stride = stride
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def stride(self, dim: int) -> int:
+        return {-1: 1, -2: self._stride}[dim]
+
+
+MATRICES = [((40, 64), 64), ((7, 72), 80), ((2, 5, 64), 64)]
+"""Shapes, and how far apart rows are: contiguous, apart, and of more dimensions."""
+
+
+def descriptors(watch: Watch, shape: tuple[int, ...], stride: int, address: int = 256) -> list[Any]:
+    """Launches with a described matrix and a pointer; gives the first argument of each launch so far."""
+    watch.launcher((3,), (MatrixOnGpu(shape, stride, address), OnGpu(512)), 7, 64, 1e-6)  # type: ignore[arg-type]
+    return [args[0] for _, args, _ in watch.by_triton] + [args[9] for args in watch.direct]
+
+
+@pytest.fixture
+def described(watch: Watch) -> Watch:
+    watch.launcher = Launcher(watch.kernel, num_warps=4, blocks=[[16, 32]], WIDTH=64, FLAG=True)
+    return watch
+
+
+@pytest.mark.parametrize(("shape", "stride"), MATRICES)
+def test_a_variant_gets_the_descriptor_that_triton_would(shape: tuple[int, ...], stride: int, described: Watch) -> None:
+    descriptors(described, (16, 32), 32)
+    _, direct = descriptors(described, shape, stride)
+    (_, args, _), *others = described.by_triton
+    assert not others
+    assert isinstance(args[1], OnGpu)
+    assert described.direct[0][10:] == (512, 7, 64, 1e-6, 64, True)
+    rows = torch.Size(shape[:-1]).numel()
+    fields = [field.name for field in dataclasses.fields(TensorDescriptor) if field.name != "base"]
+    wanted = TensorDescriptor(direct.base, [rows, shape[-1]], [stride, 1], [16, 32])
+    assert [getattr(direct, field) for field in fields] == [getattr(wanted, field) for field in fields]
+    assert direct.base.data_ptr() == 256
+
+
+def test_what_a_descriptor_describes_is_no_part_of_the_variant(kernel: JITFunction[Any]) -> None:
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+
+    def variant(shape: tuple[int, ...], stride: int, block: list[int]) -> str:
+        matrix = [torch.Size(shape[:-1]).numel(), shape[-1]]
+        base = torch.empty(4096, dtype=torch.bfloat16)
+        described = TensorDescriptor(base[-base.data_ptr() % 16 // 2 :], matrix, [stride, 1], block)
+        return str(bind(described, base, 7, 64, 1e-6, 64, True)[1])
+
+    assert len({variant(shape, stride, [16, 32]) for shape, stride in MATRICES}) == 1
+    assert variant((40, 64), 64, [16, 32]) != variant((40, 64), 64, [16, 64])
+
+
+def test_a_matrix_at_an_odd_address_is_refused_after_launches_of_others(described: Watch) -> None:
+    for _ in range(2):
+        descriptors(described, (40, 64), 64)
+    with pytest.raises(AssertionError, match="aligned"):
+        descriptors(described, (40, 64), 64, address=264)
+    assert len(described.direct) == 1
+
+
+def test_a_limit_of_registers_reaches_the_compiler(watch: Watch) -> None:
+    watch.launcher = Launcher(watch.kernel, num_warps=4, registers=128, WIDTH=64, FLAG=True)
+    watch.launch()
+    watch.launch()
+    ((_, _, keywords),) = watch.by_triton
+    assert keywords == {"WIDTH": 64, "FLAG": True, "num_warps": 4, "maxnreg": 128}
+    assert watch.direct[0][9:] == (256, 512, 7, 64, 1e-6, 64, True)
 
 
 def test_constants_out_of_order_are_noticed(watch: Watch) -> None:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foak.kernels._rows import row_view
+from foak.kernels.launch import multiprocessor_count
 from foak.kernels.launcher import Launcher, planned
 from foak.kernels.lora.dropout import threshold_of
 from foak.kernels.lora.dropout_triton import kept, streams
@@ -48,8 +49,9 @@ def _project_kernel(
     K: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, R: tl.constexpr,
     STRIDE_R: tl.constexpr, STRIDE_K: tl.constexpr, COUNT: tl.constexpr,
     DROPS0: tl.constexpr, DROPS1: tl.constexpr, DROPS2: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, SPAN: tl.constexpr, ADDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """Each program sums over `SPAN` columns of its rows; where there is more than one, they are added to zeros."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < row_count
     stream0, stream1, stream2 = streams(stream)
@@ -57,7 +59,8 @@ def _project_kernel(
     acc1 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     acc2 = tl.zeros([BLOCK_N, R], dtype=tl.float32)
     fine0, fine1, fine2 = acc0, acc0, acc0
-    for first in range(0, K, BLOCK_K):
+    begin = tl.program_id(1) * SPAN
+    for first in range(begin, begin + SPAN, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
         mask = in_rows[:, None] & (columns < K)[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
@@ -76,26 +79,53 @@ def _project_kernel(
                 K, RANK2, R, STRIDE_R, STRIDE_K, DROPS2, PARTS, BLOCK_K,
             )  # fmt: skip
     out = out_ptr + rows[:, None] * R + tl.arange(0, R)[None, :]
-    tl.store(out, (acc0 + fine0) * scale0, mask=in_rows[:, None])
+    _put(out, (acc0 + fine0) * scale0, in_rows, ADDS)
     member = tl.cast(row_count, tl.int64) * R
     if COUNT > 1:
-        tl.store(out + member, (acc1 + fine1) * scale1, mask=in_rows[:, None])
+        _put(out + member, (acc1 + fine1) * scale1, in_rows, ADDS)
     if COUNT > 2:
-        tl.store(out + 2 * member, (acc2 + fine2) * scale2, mask=in_rows[:, None])
+        _put(out + 2 * member, (acc2 + fine2) * scale2, in_rows, ADDS)
+
+
+@triton.jit
+def _put(out, found, in_rows, ADDS: tl.constexpr):
+    if ADDS:
+        tl.atomic_add(out, found, mask=in_rows[:, None], sem="relaxed")
+    else:
+        tl.store(out, found, mask=in_rows[:, None])
 
 
 @planned
 def _project_plan(
-    length: int, ranks: tuple[int, ...], rank: int, transposed: bool, masked: tuple[bool, ...], parts: int, stages: int
-) -> Launcher:
+    length: int, ranks: tuple[int, ...], rank: int, transposed: bool, masked: tuple[bool, ...], parts: int,
+    halved: bool, stages: int,
+) -> tuple[Launcher, int]:  # fmt: skip
+    """What launches `_project_kernel`, and its programs along the columns."""
     rank0, rank1, rank2 = filled(ranks, GROUP)
     drops0, drops1, drops2 = (*masked, False, False)[:GROUP]
-    return Launcher(
-        _project_kernel, num_warps=8 if any(masked) or rank > 32 else 4, num_stages=stages,
+    block_k = columns_of(rank, parts)
+    warps = 8 if any(masked) or rank > 32 else 4
+    if halved:
+        block_k, warps = min(block_k, 64), 4
+    blocks = -(-length // block_k)
+    span = -(-blocks // 2) * block_k if halved else blocks * block_k
+    launcher = Launcher(
+        _project_kernel, num_warps=warps, num_stages=stages,
         K=length, RANK0=rank0, RANK1=rank1, RANK2=rank2, R=rank,
         STRIDE_R=1 if transposed else length, STRIDE_K=rank0 if transposed else 1, COUNT=len(ranks),
-        DROPS0=drops0, DROPS1=drops1, DROPS2=drops2, PARTS=parts, BLOCK_N=PROJECT_ROWS, BLOCK_K=columns_of(rank, parts),
+        DROPS0=drops0, DROPS1=drops1, DROPS2=drops2, PARTS=parts, SPAN=span, ADDS=halved,
+        BLOCK_N=PROJECT_ROWS, BLOCK_K=block_k,
     )  # fmt: skip
+    return launcher, 2 if halved else 1
+
+
+def _halves_rows(programs: int, masked: bool, multiprocessors: int) -> bool:
+    """Whether two programs share a row of `project`, so that masks are computed by more warps.
+
+    One program hides little of what its masks cost, and so many rows give each multiprocessor one. Two sums that are
+    added to a zero give the same bits in either order; those of more programs would not.
+    """
+    return masked and multiprocessors <= 2 * programs and programs <= multiprocessors
 
 
 def project(
@@ -143,9 +173,13 @@ def _project(
     rows, stride = row_view(x, length)
     ranks = tuple([factor.shape[1 if transposed else 0] for factor in factors])
     masked = tuple([p > 0 for p in drops])
-    launch = _project_plan(length, ranks, rank, transposed, masked, parts, stages(x))
+    programs = -(-row_count // PROJECT_ROWS)
+    halved = _halves_rows(programs, any(masked), multiprocessor_count(x))
+    launch, splits = _project_plan(length, ranks, rank, transposed, masked, parts, halved, stages(x))
+    if halved:
+        out.zero_()
     fill = GROUP - len(factors)
     launch(
-        (-(-row_count // PROJECT_ROWS),), (rows, *factors, *[factors[0]] * fill, out), row_count, stride, seed, stream,
+        (programs, splits), (rows, *factors, *[factors[0]] * fill, out), row_count, stride, seed, stream,
         *[threshold_of(p) for p in drops], *[0] * fill, *scales, *[1.0] * fill,
     )  # fmt: skip
