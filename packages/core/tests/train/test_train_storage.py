@@ -65,6 +65,7 @@ def test_a_failed_report_leaves_the_old_one(tmp_path: Path) -> None:
         OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
         RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        RuntimeError("basic_ios::clear: iostream error"),
     ],
 )
 def test_a_failed_write_names_the_path(tmp_path: Path, error: Exception) -> None:

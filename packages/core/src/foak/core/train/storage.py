@@ -134,7 +134,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def _is_failed_write(error: RuntimeError) -> bool:
     text = str(error)
-    return "PytorchStreamWriter" in text or "No space left" in text or "unexpected pos" in text
+    return any(part in text for part in ("PytorchStreamWriter", "No space left", "unexpected pos", "iostream error"))
 
 
 def _free_bytes(path: Path) -> int:

@@ -32,7 +32,7 @@ class RunTrainer(SFTTrainer):  # type: ignore[misc]
         try:
             with named_failure("The checkpoint", folder, kept):
                 super()._save_checkpoint(model, trial)
-        except OSError:
+        except BaseException:  # a second signal too
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
                 if earlier.exists():
