@@ -163,10 +163,10 @@ class ActivationBudget:
                 output = segment.function(run, *args, **kwargs)
             elif forward.slim and can_slim():
                 with Slim() as slim:
-                    output = run(*args)
+                    output = segment.keep(run, args)
                 forward.dropped += slim.dropped
             else:
-                output = run(*args)
+                output = segment.keep(run, args)
         finally:
             forward.depth -= 1
         if recording is not None:

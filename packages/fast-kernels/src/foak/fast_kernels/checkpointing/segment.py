@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foak.fast_kernels.checkpointing.meter import Reading
 from foak.fast_kernels.checkpointing.plan import Size
@@ -71,6 +71,16 @@ class Segment:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is the function that it stands for."""
         return itself, (self.function,)
+
+    def keep(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a layer that keeps its activations.
+
+        Reentrant checkpointing sums the gradients that one layer gives to a tensor before it adds them to those of
+        other layers (an encoder's output has several uses in each layer of a decoder). So do we, for the rounding.
+        """
+        if getattr(self.function, "keywords", {}).get("use_reentrant"):
+            args = tuple(a.view_as(a) if isinstance(a, Tensor) and a.requires_grad else a for a in args)
+        return run(*args)
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer, checkpointed or not."""
