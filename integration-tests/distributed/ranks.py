@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -129,9 +133,20 @@ def fsdp_head_only(model: Any) -> nn.Module:
     return fully_shard(model)
 
 
-def checkpointed(model: Any) -> nn.Module:
+def checkpointed_only(model: Any) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    return fsdp(model)
+    return model
+
+
+def checkpointed(model: Any) -> nn.Module:
+    return fsdp(checkpointed_only(model))
+
+
+def shared_folder() -> str:
+    """A new folder, the same for both processes; whoever looks at the runs' results removes it with them."""
+    found = [tempfile.mkdtemp(dir=os.environ["RANKS_FOLDER"]) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def lora(model: Any) -> Any:
@@ -140,6 +155,16 @@ def lora(model: Any) -> Any:
     torch.manual_seed(1)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", modules_to_save=["lm_head"])
     return get_peft_model(model, config)
+
+
+def nf4_lora(model: Any) -> Any:
+    """The same on the model in NF4, its packed weights stored as float32: FSDP wants one dtype of all parameters."""
+    section = {"bitsandbytes": {"quant_type": "nf4", "storage_dtype": "float32"}}
+    loader = AccelerationFramework({"plugins": {"peft": {"quantization": section}}})
+    folder = shared_folder()
+    model.save_pretrained(folder)  # which the first process does alone
+    dist.barrier()
+    return lora(loader.load_model(folder, dtype=torch.float32))
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -190,6 +215,8 @@ class Run:
         computed: whether the loss reads the logits.
         alone: whether one process with all rows gives the same (not for means over a process's own labels).
         switches: of foak.
+        accumulated: micro-batches of a step; gradients are sent round after the last.
+        saves: whether its state is saved, in full and in shards, and loaded again.
     """
 
     prepare: Callable[[Any], nn.Module]
@@ -202,8 +229,11 @@ class Run:
     computed: bool = False
     alone: bool = True
     switches: dict[str, Any] = field(default_factory=dict)
+    accumulated: int = 1
+    saves: bool = False
 
 
+FUSED = {"fused_lora": True}
 RUNS: dict[str, Run] = {
     "ddp": Run(ddp, sharded=False),
     "ddp, unused parameters": Run(ddp_unused, sharded=False),
@@ -216,11 +246,20 @@ RUNS: dict[str, Run] = {
     ),
     "ddp, tied": Run(ddp, {"tied": True}, sharded=False),
     "ddp, LoRA": Run(ddp, adapt=lora, sharded=False),
+    "ddp, accumulated": Run(ddp, sharded=False, accumulated=2, saves=True),
+    "ddp, fused LoRA, accumulated": Run(ddp, adapt=lora, sharded=False, switches=FUSED, accumulated=2),
+    "ddp, fused LoRA on NF4": Run(ddp, adapt=nf4_lora, sharded=False, switches=FUSED),
     "ddp, real logits": Run(ddp, sharded=False, switches={"fast_loss": True}),
-    "fsdp": Run(fsdp),
+    "fsdp": Run(fsdp, saves=True),
+    "fsdp, accumulated": Run(fsdp, accumulated=2),
+    "fsdp, fused LoRA, accumulated": Run(lambda m: fsdp_lora(m), adapt=lora, switches=FUSED, accumulated=2, saves=True),
+    "fsdp, fused LoRA on NF4, checkpointing": Run(
+        lambda m: fsdp_lora(checkpointed_only(m)), adapt=nf4_lora, switches=FUSED
+    ),
+    "fsdp, LoRA on NF4, accumulated": Run(lambda m: fsdp_lora(m), adapt=nf4_lora, accumulated=2),
     "fsdp, a term over the logits": Run(fsdp, loss=with_a_term, computed=True),
     "fsdp, label smoothing": Run(lambda m: fsdp(lazy_without_labels(m)), loss=smoothed, alone=False),
-    "fsdp, tied": Run(fsdp, {"tied": True}),
+    "fsdp, tied": Run(fsdp, {"tied": True}, saves=True),
     "fsdp, the head alone": Run(fsdp_head_only),
     "fsdp, resharded root": Run(lambda m: fsdp(m, reshard_after_forward=True), late=False),
     "fsdp, never resharded": Run(lambda m: fsdp(m, reshard_after_forward=False)),
@@ -266,9 +305,12 @@ def train(run: Run, trained: nn.Module, rank: int | None) -> dict[str, Any]:
         # DDP and FSDP average over the processes, as Trainer makes up for: a sum over all labels of all processes
         items = torch.tensor(number_of_labels(whole))
         scale = 1 if rank is None else WORLD_SIZE
-        loss = run.loss(trained, mine, items) * scale
-        loss.backward()
-        total = loss.detach().clone() / scale
+        total = torch.zeros(())
+        for part, synchronised in micro_batches(trained, mine, run.accumulated):
+            with synchronised:
+                loss = run.loss(trained, part, items) * scale
+                loss.backward()
+            total += loss.detach() / scale
         if rank is not None:
             dist.all_reduce(total)
         losses.append(float(total))
@@ -277,6 +319,44 @@ def train(run: Run, trained: nn.Module, rank: int | None) -> dict[str, Any]:
         optimizer.zero_grad()
     weights = {plain_name(n): full(p) for n, p in trained.named_parameters()}
     return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def micro_batches(
+    trained: Any, rows: dict[str, torch.Tensor], count: int
+) -> Iterator[tuple[dict[str, torch.Tensor], AbstractContextManager[Any]]]:
+    """Parts of a batch, each with the context in which gradients stay at home but for the last."""
+    size = rows["labels"].shape[0] // count
+    for index in range(count):
+        last = index == count - 1
+        if hasattr(trained, "set_requires_gradient_sync"):
+            trained.set_requires_gradient_sync(last)
+        stays = not last and isinstance(trained, DistributedDataParallel)
+        yield (
+            {key: value[index * size : (index + 1) * size] for key, value in rows.items()},
+            trained.no_sync() if stays else nullcontext(),
+        )
+
+
+def save_and_load(trained: Any, plain: Any, alone: Any) -> dict[str, Any]:
+    """Of a trained model: its full state, loaded into a model of one process, and its shards, written and read."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full_state, plain_state = (get_model_state_dict(model, options=whole) for model in (trained, plain))
+    result: dict[str, Any] = {"keys": [sorted(full_state), sorted(plain_state)]}
+    if dist.get_rank() == 0:
+        single = copy.deepcopy(alone)
+        single.load_state_dict(full_state, strict=True)
+        result["logits of the full state"] = evaluate(single, 0)
+    folder = shared_folder()
+    state = get_model_state_dict(trained)
+    before = {name: full(tensor) for name, tensor in state.items()}
+    checkpoint.save(state, checkpoint_id=folder)
+    for tensor in state.values():
+        tensor.zero_()
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(trained, state)
+    after = {name: full(tensor) for name, tensor in get_model_state_dict(trained).items()}
+    result["shards"] = [before, after]
+    return result
 
 
 def evaluate(trained: nn.Module, rank: int | None) -> torch.Tensor:
@@ -321,6 +401,8 @@ def measure(run: Run, rank: int) -> dict[str, Any]:
     result["plain"] = train(run, prepared, rank)
     result["plain logits"] = evaluate(prepared, rank)
     result["alone"] = train(run, alone, None)
+    if run.saves:
+        result["saved"] = save_and_load(fast, prepared, alone)
     return result
 
 
@@ -333,8 +415,9 @@ def process(rank: int, folder: str, port: int) -> None:
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(WORLD_SIZE),
+        RANKS_FOLDER=folder,
     )
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=300))
     for name, run in RUNS.items():
         try:
             result = measure(run, rank)
