@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 from foak.core import AccelerationFramework
+from foak.kernels.decode_once import ATTRIBUTE, Keeper
 from foak.kernels.dense_weight import dense_weight_of
 from foak.kernels.gptq.packing import round_to_nearest
 from foak.quantized_peft.gptq.dense import OWN
@@ -120,6 +122,25 @@ def test_a_second_backward_through_the_graph() -> None:
     once = x.grad.clone()
     y.backward()
     assert torch.equal(x.grad, 2 * once)
+
+
+@pytest.mark.parametrize("of_forwards", [None, False, True])
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_a_layer_that_accelerate_offloads(use_reentrant: bool | None, of_forwards: bool | None) -> None:
+    """Its tensors are there during its forward alone, so the backward decodes what the forward had in its hands."""
+    layer = layer_of(act_order=True)
+    plain, x = x_of(torch.float32, 3), x_of(torch.float32, 3)
+    layer(plain).sum().backward()
+    cpu_offload(layer, execution_device=torch.device("cpu"))
+    assert layer.qweight.is_meta
+    if of_forwards is not None:
+        setattr(layer, ATTRIBUTE, Keeper(of_forwards))
+    y = layer(x) if use_reentrant is None else recompute(layer, x, use_reentrant=use_reentrant)
+    y.sum().backward(retain_graph=True)
+    assert torch.equal(x.grad, plain.grad)
+    if use_reentrant is None:
+        y.sum().backward()
+        assert torch.equal(x.grad, 2 * plain.grad)
 
 
 def test_the_forward_compiles_without_a_graph_break() -> None:

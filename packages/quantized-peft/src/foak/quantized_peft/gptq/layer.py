@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,12 @@ from foak.kernels.autograd import once_differentiable
 from foak.kernels.decode_once import ATTRIBUTE, Keeper, Reading
 
 __all__ = ["GptqLinear"]
+
+_Stored = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""`qweight`, `qzeros`, `scales`, `g_idx`."""
+
+_Form = tuple[int, int, int, int]
+"""`bits`, `group_size`, `in_features`, `zero_offset`."""
 
 _NO_WEIGHT = (
     "a GptqLinear stores its weight in GPTQ's format and cannot change it, so nothing can be merged into it, and no "
@@ -142,25 +149,19 @@ class GptqLinear(nn.Linear):
         device = x.device.type
         if dtype is not torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
-            self.qweight,
-            self.qzeros,
-            self.scales,
-            self._groups(),
-            self.bits,
-            self.group_size,
-            self.zero_offset,
-            self._reading(),
-        )
+        bias = None if self.bias is None else self.bias.to(dtype)
+        stored = (self.qweight, self.qzeros, self.scales, self._groups())
+        form = (self.bits, self.group_size, self.in_features, self.zero_offset)
+        reading = self._reading(stored, form)
+        result: Tensor = _Product.apply(x.to(dtype), bias, *stored, form, reading)  # type: ignore[no-untyped-call]
         return result.to(x.dtype)
 
-    def _reading(self) -> Reading | None:
+    def _reading(self, stored: _Stored, form: _Form) -> Reading | None:
         keeper: Keeper | None = self.__dict__.get(ATTRIBUTE)
         if keeper is None or torch.compiler.is_compiling():
             return None
-        return keeper.reading(self.dequantize, self.weight._version)
+        # Of the tensors as they are now: a layer that accelerate offloads has none when its backward runs.
+        return keeper.reading(partial(_dense, stored, form), self.weight._version)
 
     def groups_changed(self) -> None:
         """Looks at `g_idx` anew: to be called after it was written to. The host waits for the device here."""
@@ -202,14 +203,12 @@ class _Product(torch.autograd.Function):
         qzeros: Tensor,
         scales: Tensor,
         g_idx: Tensor | None,
-        bits: int,
-        group_size: int,
-        zero_offset: int,
+        form: _Form,
         reading: Reading | None,
     ) -> Tensor:
         stored = (qweight, qzeros, scales, g_idx)
         ctx.save_for_backward(*stored)
-        ctx.form = (bits, group_size, x.shape[-1], zero_offset)
+        ctx.form = form
         ctx.reading = reading
         return F.linear(x, _decode(stored, ctx.form, x.dtype, reading), bias)
 
@@ -221,17 +220,14 @@ class _Product(torch.autograd.Function):
             dx = dy @ _decode(ctx.saved_tensors, ctx.form, dy.dtype, ctx.reading)
         if ctx.needs_input_grad[1]:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return dx, dbias, None, None, None, None, None, None, None, None
+        return dx, dbias, None, None, None, None, None, None
 
 
-def _decode(
-    stored: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    form: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    reading: Reading | None,
-) -> Tensor:
-    if reading is not None:
-        return reading(dtype)
+def _decode(stored: _Stored, form: _Form, dtype: torch.dtype, reading: Reading | None) -> Tensor:
+    return _dense(stored, form, dtype) if reading is None else reading(dtype)
+
+
+def _dense(stored: _Stored, form: _Form, dtype: torch.dtype) -> Tensor:
     bits, group_size, in_features, zero_offset = form
     return dequantize_gptq(
         *stored, bits, group_size=group_size, in_features=in_features, zero_offset=zero_offset, dtype=dtype
