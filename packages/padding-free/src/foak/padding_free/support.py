@@ -83,7 +83,7 @@ def refuse_by_structure(model: nn.Module, language: nn.Module, key: str) -> None
     def refuse(why: str) -> None:
         raise UnsupportedError(f"{key}: {name} cannot be trained padding-free: {why}")
 
-    loss = LOSS_MAPPING.get(getattr(language, "loss_type", None))
+    loss = LOSS_MAPPING.get(str(getattr(language, "loss_type", None)))
     if loss not in (None, ForCausalLMLoss):
         refuse(f"its loss ({language.loss_type}) is not that of the next token, which packed labels are made for")
     if getattr(config, "is_encoder_decoder", False):
