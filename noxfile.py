@@ -34,7 +34,7 @@ TYPE_TOOLS = ("mypy", "types-PyYAML")
 IMPORT_TOOLS = ("import-linter",)
 BUILD_TOOLS = ("hatchling", "editables", "build")
 RELEASE_TOOLS = ("hatchling", "build", "twine", "check-wheel-contents", "towncrier")
-DOC_TOOLS = ("mkdocs-material", "mkdocstrings[python]")
+DOC_TOOLS = ("mkdocs-material", "mkdocstrings[python]", "ruff")
 # For Triton's interpreter, where torch brings no Triton. Not in the constraints: a GPU build of torch requires its own.
 TRITON = "triton==3.9.0"
 # What the session gptq-interop quantizes with, each in an environment of its own.
