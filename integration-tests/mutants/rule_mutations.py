@@ -317,7 +317,7 @@ RUNS = (
         "core/train/interrupt.py",
         'control.should_save = args.save_strategy != "no"',
         "control.should_save = False",
-        ("core/train/test_train_process.py::test_a_signal_ends_the_run_with_a_whole_checkpoint[Signals.SIGTERM]",),
+        ("core/train/test_train_process.py::test_a_signal_ends_the_run_with_a_whole_checkpoint",),
     ),
     Mutation(
         "configuration: an unknown key is passed over",

@@ -123,13 +123,13 @@ def check(case: Case) -> None:
         assert_no_further(fast, plain, trainings.plain(case.architecture, case.method, "fp32", case.accumulation))
 
 
-def test_parity(case: Case, record_property: pytest.RecordProperty) -> None:
+def test_parity(case: Case, record_property: Callable[[str, object], None]) -> None:
     check(case)
     record_property("counts", {"cases": 1})
 
 
 @pytest.mark.gpu
-def test_parity_on_a_gpu(case: Case, record_property: pytest.RecordProperty) -> None:
+def test_parity_on_a_gpu(case: Case, record_property: Callable[[str, object], None]) -> None:
     """The same, compiled: `test_parity` runs on whatever there is, and fails to be a GPU's test where none is."""
     assert torch.cuda.is_available()
     check(case)
