@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foak.core import AccelerationFramework
+from foak.core.merge import merge_adapter
 from foak.core.train.job import Job
 from foak.core.train.runfile import read_run_file
 
@@ -40,7 +41,7 @@ def run_file(base: Path, folder: Path) -> Path:
     return path
 
 
-def test_a_run_learns_and_its_adapter_is_reloaded(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_learns_and_its_adapter_is_reloaded_and_merged(tiny_model: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     write_gptq(AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model), base)
     job = Job(
@@ -64,3 +65,11 @@ def test_a_run_learns_and_its_adapter_is_reloaded(tiny_model: Path, tmp_path: Pa
             untrained = reloaded(input_ids=ids).logits
     # Kernels and plain layers sum in another order; the adapter's own effect is hundreds of times larger.
     assert (found - trained).norm() < 0.01 * (found - untrained).norm()
+
+    # Into the model that was quantized: the same as the adapter beside it, up to the rounding of a float32 weight.
+    merged = merge_adapter(result.folder, str(tiny_model), tmp_path / "merged")
+    assert merged.layers == 14
+    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), result.folder).eval()
+    with torch.no_grad():
+        into = AutoModelForCausalLM.from_pretrained(merged.folder).eval()(input_ids=ids).logits
+        torch.testing.assert_close(into, beside(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
