@@ -21,7 +21,7 @@ from workspace import PACKAGES, ROOT
 FOLDER = ROOT / "dist" / "footprint"
 PAGE = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- footprint: begin -->\n", "<!-- footprint: end -->"
-REPEATS = 7
+REPEATS = 5
 LIMIT_S = 0.3
 
 PROBE = """
@@ -104,7 +104,7 @@ def report(write: bool) -> None:
         )
         lines.append(f"| {' | '.join(cells)} |")
     one = measured["foak-core"]
-    lines += ["", f"Python {one['python']}, torch {one['torch']}; median of {REPEATS} starts, CPU time of the import."]
+    lines += ["", f"Python {one['python']}, torch {one['torch']}; CPU time of imports, the median of several starts."]
     table = "\n".join(lines) + "\n"
     print(table)
     if not write:
