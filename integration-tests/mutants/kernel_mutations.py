@@ -257,21 +257,21 @@ LORA = (
         "kernels/lora/dropout.py",
         "return numbers[:, :columns] >= threshold_of(p)",
         "return numbers[:, :columns] < threshold_of(p)",
-        ("kernels/test_lora.py::test_masks_keep_the_right_share",),
+        ("kernels/test_lora_autograd.py::test_masks_keep_the_right_share",),
     ),
     Mutation(
         "LoRA masks: all adapters have one",
         "kernels/lora/dropout.py",
         "torch.full_like(row, stream)",
         "torch.zeros_like(row)",
-        ("kernels/test_lora.py::test_masks_of_adapters_seeds_and_rows_differ",),
+        ("kernels/test_lora_autograd.py::test_masks_of_adapters_seeds_and_rows_differ",),
     ),
     Mutation(
         "LoRA masks: the generator does not decide",
         "kernels/lora/dropout.py",
         'return int(torch.randint(2**62, (), device="cpu").item())',
         "return 1234",
-        ("kernels/test_lora.py::test_the_generator_decides",),
+        ("kernels/test_lora_autograd.py::test_the_generator_decides",),
     ),
 )
 

@@ -61,6 +61,20 @@ class Mutation:
         """The tests as pytest takes them, from the repository's root."""
         return [f"{TESTS[package]}/{path}" for package, _, path in (test.partition("/") for test in self.tests)]
 
+    def check_tests(self, root: Path) -> None:
+        """Looks for the tests.
+
+        Raises:
+            StaleMutation: a file or a test is not there.
+        """
+        for test in self.selected:
+            file, _, name = test.partition("::")
+            path = root / file
+            if not path.is_file():
+                raise StaleMutation(f"{self.name}: there is no {path}")
+            if name and f"def {name.partition('[')[0]}(" not in path.read_text(encoding="utf-8"):
+                raise StaleMutation(f"{self.name}: there is no {name} in {path}")
+
     def mutated(self, root: Path) -> str:
         """The file's content with the fault in it.
 

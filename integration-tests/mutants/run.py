@@ -174,6 +174,7 @@ def main() -> None:
     chosen = [mutation for mutation in MUTATIONS if arguments.only in mutation.name]
     for mutation in chosen:
         mutation.mutated(ROOT)  # those that are out of date are named before any time is spent
+        mutation.check_tests(ROOT)
     preload()
     if not arguments.trust:
         check_without(chosen)

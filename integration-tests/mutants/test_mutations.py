@@ -16,8 +16,7 @@ MUTATIONS = kernel_mutations.MUTATIONS + rule_mutations.MUTATIONS
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
 def test_its_text_is_there_once_and_its_tests_exist(mutation: Mutation) -> None:
     mutation.mutated(ROOT)
-    for test in mutation.selected:
-        assert (ROOT / test.partition("::")[0]).is_file(), test
+    mutation.check_tests(ROOT)
 
 
 def test_names_are_unique() -> None:
@@ -36,6 +35,8 @@ def test_a_stale_mutation_is_an_error_by_name(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(StaleMutation, match=message):
             mutation.mutated(tmp_path)
+    with pytest.raises(StaleMutation, match="there is no test_it in "):
+        dataclasses.replace(mutation, tests=("kernels/test_rms_norm.py::test_it",)).check_tests(ROOT)
     path.write_text("a = 1\n")
     with pytest.raises(StaleMutation, match="no Python any more"):
         dataclasses.replace(mutation, replacement="a = (").mutated(tmp_path)
