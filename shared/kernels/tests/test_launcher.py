@@ -177,10 +177,13 @@ def test_who_watches_launches_sees_every_one(what: str, watch: Watch, monkeypatc
         else:
             patch.setattr(getattr(runtime, what), "calls", [print])
         watch.launch()
-        assert len(watch.by_triton) == 2
+        watch.launch(stride=65)
+        assert len(watch.by_triton) == 3
         assert watch.direct == []
     watch.launch()
     assert len(watch.direct) == 1
+    watch.launch(stride=65)  # what was compiled meanwhile, perhaps with assertions, is not kept
+    assert len(watch.by_triton) == 4
 
 
 def test_another_device_is_made_current_for_the_launch(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,12 +217,23 @@ class MatrixOnGpu(OnGpu):
     def numel(self) -> int:
         return self.shape.numel()
 
+    def dim(self) -> int:
+        return len(self.shape)
+
     def stride(self, dim: int) -> int:
         return {-1: 1, -2: self._stride}[dim]
 
 
 MATRICES = [((40, 64), 64), ((7, 72), 80), ((2, 5, 64), 64)]
 """Shapes, and how far apart rows are: contiguous, apart, and of more dimensions."""
+
+
+def test_the_stride_of_a_dimension_of_size_1_is_not_that_of_the_rows() -> None:
+    """A tensor is contiguous whatever it is."""
+    tensor = torch.empty(1, 24, 64).transpose(0, 1)
+    assert tensor.is_contiguous()
+    assert tensor.stride() == (64, 1536, 1)
+    assert launcher_module._matrix(tensor) == ([24, 64], [64, 1])
 
 
 def descriptors(watch: Watch, shape: tuple[int, ...], stride: int, address: int = 256) -> list[Any]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foak.kernels import LoraMember, lora_gated_linear, lora_linear, promise_lora_linears
 from foak.kernels.lora import concatenation
+from foak.kernels.lora.autograd import kernels
 from foak.kernels.lora.dropout import keep_mask
 from foak.kernels.testing import LAYOUTS, assert_close_to_fp64, evaluate, laid_out, random_upstream, tolerance
 
@@ -172,8 +173,48 @@ def test_memory_layouts(layout: str, backend: str, device: torch.device, seed: i
     check(torch.bfloat16, torch.float32, device, drops=(0.5,), layout=layout)
 
 
+@pytest.mark.parametrize("rows", ["sequence first", "one for all", "overlapping"])
+def test_strides_that_say_nothing_of_the_rows(rows: str, backend: str, device: torch.device) -> None:
+    """A batch of one with its sequence first, whose dimension of size 1 has any stride; rows that share memory."""
+    storage = leaf(1, 24, 64, dtype=torch.bfloat16, device=device, seed=0).detach()
+    if rows == "sequence first":
+        x = storage.transpose(0, 1)
+        assert x.is_contiguous()
+        assert x.stride(1) != 64
+    else:
+        x = storage.as_strided((16, 64), (0 if rows == "one for all" else 8, 1))
+    weight = leaf(64, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.float32, device=device, seed=2).detach() for s in [(4, 64), (64, 4)])
+    exact = x.double() @ weight.double().t() + x.double() @ a.double().t() @ b.double().t()
+    assert_close_to_fp64(lora_linear(x, weight, a, b), exact, reduction_length=64)
+
+
+@pytest.mark.parametrize("stride", [0, 8, 56])
+def test_the_memory_unit_gets_no_rows_that_share_memory(stride: int) -> None:
+    x = torch.zeros(64 * 64, dtype=torch.bfloat16)
+    weight = x.view(64, 64)
+    product = kernels("product_triton")
+    assert product.fits(x.as_strided((16, 64), (64, 1)), weight, 16, 1)
+    assert not product.fits(x.as_strided((16, 64), (stride, 1)), weight, 16, 1)
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_a_layer_on_another_device_is_refused(which: str, backend: str, device: torch.device) -> None:
+    x = leaf(16, 64, dtype=torch.bfloat16, device=device, seed=0).detach()
+    weight = leaf(64, 64, dtype=torch.bfloat16, device=device, seed=1).detach()
+    a, b = (leaf(*s, dtype=torch.bfloat16, device=device, seed=2).detach() for s in [(4, 64), (64, 4)])
+    bias = torch.zeros(64, dtype=torch.bfloat16, device=device)
+    if which == "weight":
+        weight = weight.to("meta")
+    else:
+        bias = bias.to("meta")
+    with pytest.raises(ValueError, match=f"lora_linear: the input is on {x.device}, the layer's {which} on meta"):
+        lora_linear(x, weight, a, b, 1.0, bias)
+
+
 @pytest.mark.parametrize(
-    ("shape", "size", "rank"), [((1, 8), 8, 1), ((3, 7), 5, 3), ((1, 1, 130), 33, 17), ((150, 64), 264, 64)]
+    ("shape", "size", "rank"),
+    [((1, 8), 8, 1), ((64,), 32, 4), ((3, 7), 5, 3), ((1, 1, 130), 33, 17), ((150, 64), 264, 64)],
 )
 def test_sizes(
     shape: tuple[int, ...], size: int, rank: int, backend: str, device: torch.device, seed: int, poisoned: None

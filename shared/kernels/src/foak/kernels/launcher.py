@@ -124,6 +124,8 @@ class Launcher:
             return
         if not {type(number) for number in numbers} <= {int, float, bool}:
             return
+        if _watched(self.kernel):  # What debug mode compiles would serve calls after it.
+            return
         names = tuple(self.kernel.arg_names[len(tensors) + len(numbers) :])
         assert names == self._names, f"a launcher's constants are {self._names}, the kernel's, in this order, {names}"
         # The last is not used: the loaded function lives as long as it does.
@@ -155,10 +157,18 @@ def variant_key(device: int, tensors: tuple[Tensor, ...], numbers: tuple[Number,
     return tuple(key), addresses
 
 
+def row_stride(tensor: Tensor) -> int:
+    """How many elements the rows of a matrix, or of a contiguous tensor of any other dimension, are apart.
+
+    A contiguous tensor is not asked: its stride in a dimension of size 1 may be any number.
+    """
+    return tensor.stride(-2) if tensor.dim() == 2 else tensor.shape[-1]
+
+
 def _matrix(tensor: Tensor) -> tuple[list[int], list[int]]:
     """The shape and the strides of a tensor as a matrix of its rows."""
     columns = tensor.shape[-1]
-    return [tensor.numel() // columns, columns], [tensor.stride(-2), 1]
+    return [tensor.numel() // columns, columns], [row_stride(tensor), 1]
 
 
 def _checked(tensor: Tensor, block: list[int]) -> TensorDescriptor:

@@ -23,7 +23,7 @@ class PromisedLinear:
         self._call, self._index, self._placeholder = call, index, placeholder
 
     def fulfil(self) -> Tensor:
-        """The output, [..., O]."""
+        """The output, [..., O]; ValueError where the layer is on another device than the input."""
         if self._placeholder is None:
             with torch.no_grad(), without_autocast(self._call.x.device.type):
                 return self._call.product(self._index)
@@ -96,7 +96,7 @@ def lora_linear(
         [..., O] in `dtype`. Differentiable in `x`, `a` and `b`; the sums behind all three gradients are in fp32.
 
     Raises:
-        ValueError: shapes that do not fit, or a probability outside [0, 1].
+        ValueError: shapes that do not fit, a probability outside [0, 1], or a layer on another device than the input.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
     """
@@ -141,7 +141,8 @@ def lora_gated_linear(
         [..., O] in `dtype`. Differentiable in `gate`, `up`, and the member's `a` and `b`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation, or a dropout probability outside [0, 1].
+        ValueError: shapes that do not fit, an unknown activation, a dropout probability outside [0, 1], or a layer on
+            another device than the input.
     """
     if activation not in ACTIVATIONS or gate.shape != up.shape:
         raise ValueError(

@@ -150,11 +150,17 @@ class Call:
         recipe.thin.project(x, factors, recipe.scales, recipe.drops, recipe.seed, recipe.parts, self.z)
 
     def product(self, index: int) -> Tensor:
-        """The output of one member, [..., O]."""
+        """The output of one member, [..., O]; ValueError where its layer is on another device than the input."""
         recipe, x = self.recipe, self.x
         member = recipe.members[index]
         weight = member.weight(recipe.dtype)
         bias = None if member.bias is None else member.bias.contiguous()
+        for name, operand in (("weight", weight), ("bias", bias)):
+            if operand is not None and operand.device != x.device:  # a kernel would read at its address all the same
+                raise ValueError(
+                    f"lora_linear: the input is on {x.device}, the layer's {name} on {operand.device}; allowed is one "
+                    "device for all"
+                )
         z = self.z if self.z.dim() == 2 else self.z[index]
         operands = (x, weight, z, member.b.contiguous(), bias, recipe.parts)
         y: Tensor = _product_of(recipe, x, weight).product(*operands)

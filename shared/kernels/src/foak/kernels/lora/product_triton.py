@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foak.kernels.launch import multiprocessor_count
-from foak.kernels.launcher import Launcher, planned
+from foak.kernels.launcher import Launcher, planned, row_stride
 from foak.kernels.lora.parts import ROUNDED
 
 RANK_STEP = 16
@@ -124,13 +124,13 @@ def _is_hopper(device: int) -> bool:
 
 
 def _has_even_rows(matrix: Tensor) -> bool:
-    *_, rows, columns = matrix.stride()
+    length, stride = matrix.shape[-1], row_stride(matrix)
     return (
         matrix.dtype in _DTYPES
-        and columns == 1
-        and rows % 8 == 0
+        and matrix.stride(-1) == 1
+        and stride % 8 == 0
+        and stride >= length > 0  # rows that share memory are not for the memory unit
         and matrix.data_ptr() % 16 == 0
-        and matrix.shape[-1] > 0
     )
 
 
