@@ -49,7 +49,44 @@ def test_a_forced_backend_holds_inside_the_block_only(device: torch.device) -> N
 def test_a_cpu_without_the_interpreter_runs_the_reference() -> None:
     code = "import torch; from foak.kernels.backend import *; print(backend_for(torch.ones(2)), explain('cpu'))"
     assert run(code) == "reference cpu: plain PyTorch, because the Triton kernels need a CUDA or ROCm device"
-    assert run(code, TRITON_INTERPRET="1").startswith("triton cpu: Triton kernels in Triton's slow interpreter")
+
+
+ROUNDED = "from foak.kernels.testing import make_interpreter_round_bf16; make_interpreter_round_bf16(); "
+
+
+def test_the_interpreter_runs_the_kernels_where_it_rounds_bf16() -> None:
+    """The choice that was made before is made again. The interpreter takes tensors of a GPU too."""
+    code = """
+import torch
+from foak.kernels.backend import *
+def show():
+    print(backend_for(torch.ones(2)), explain("cpu"), explain("cuda"), explain("mps"), sep="|")
+show()
+from foak.kernels.testing import make_interpreter_round_bf16
+make_interpreter_round_bf16()
+show()
+"""
+    before, after = (line.split("|") for line in run(code, TRITON_INTERPRET="1").splitlines())
+    assert [before[0], after[0]] == ["reference", "triton"]
+    for plain, kernels in zip(before[1:3], after[1:3], strict=True):
+        assert "plain PyTorch, because Triton's interpreter (TRITON_INTERPRET=1) computes wrong numbers" in plain
+        assert "foak.kernels.testing.make_interpreter_round_bf16()" in plain
+        assert "Triton kernels in Triton's slow interpreter" in kernels
+    assert "need a CUDA or ROCm device" in before[3]
+    assert before[3] == after[3]
+
+
+@pytest.mark.parametrize("before", ["", ROUNDED])
+def test_the_interpreter_computes_no_wrong_numbers(before: str) -> None:
+    """By itself it multiplies the bits of bf16 operands, of which one is bf16 only by the products' dtype here."""
+    code = """
+import torch
+from foak.kernels import lora_linear
+x, w, a, b = (torch.ones(*s) for s in [(16, 64), (32, 64), (4, 64), (32, 4)])
+for t in (x, x.bfloat16()):
+    print(lora_linear(t, w.bfloat16(), a, b, dtype=torch.bfloat16).unique().tolist())
+"""
+    assert run(before + code, TRITON_INTERPRET="1") == "[320.0]\n[320.0]"
 
 
 def test_a_missing_triton_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,18 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 _by_device_type: dict[str, Backend] = {}
 _forced: Backend | None = None
+_interpreter_is_right = False
 
 
 def backend_for(tensor: torch.Tensor, *others: torch.Tensor | None) -> Backend:
     """The implementation that an op runs for `tensor`; `others` are its further arguments, of which each may be None.
 
     "triton" for tensors on a GPU when `triton` can be imported, and for CPU tensors when the environment has
-    `TRITON_INTERPRET=1` (Triton's interpreter, for tests); "reference" elsewhere, and always when one of the tensors is
-    float64 (the kernels compute in fp32) or a tensor subclass (a DTensor has no single block of memory to point at),
-    and inside a transform of `torch.func`. Tensors on different devices get the reference too, whose error says so.
+    `TRITON_INTERPRET=1` (Triton's interpreter, for tests). By itself the interpreter computes wrong numbers in bf16, so
+    nothing runs in it before `foak.kernels.testing.make_interpreter_round_bf16` is called. "reference" elsewhere, and
+    always when one of the tensors is float64 (the kernels compute in fp32) or a tensor subclass (a DTensor has no
+    single block of memory to point at), and inside a transform of `torch.func`. Tensors on different devices get the
+    reference too, whose error says so.
     """
     if _forced is not None:
         return _forced
@@ -62,13 +65,25 @@ def triton_available() -> bool:
 def explain(device_type: str) -> str:
     """One sentence for people: which implementation runs for tensors on `device_type` ("cuda", "cpu", ...), and why."""
     if _choose(device_type) == "triton":
-        if device_type in _TRITON_DEVICES:
-            version = importlib.import_module("triton").__version__
-            return f"{device_type}: Triton kernels (triton {version})"
-        return f"{device_type}: Triton kernels in Triton's slow interpreter, because TRITON_INTERPRET=1 is set"
-    if device_type not in _TRITON_DEVICES and not _interpreting():
+        if _interpreting():
+            return f"{device_type}: Triton kernels in Triton's slow interpreter, because TRITON_INTERPRET=1 is set"
+        version = importlib.import_module("triton").__version__
+        return f"{device_type}: Triton kernels (triton {version})"
+    if not _has_kernels(device_type):
         return f"{device_type}: plain PyTorch, because the Triton kernels need a CUDA or ROCm device"
+    if triton_available():
+        return (
+            f"{device_type}: plain PyTorch, because Triton's interpreter (TRITON_INTERPRET=1) computes wrong numbers "
+            "in bf16 unless foak.kernels.testing.make_interpreter_round_bf16() is called"
+        )
     return f"{device_type}: plain PyTorch, because triton cannot be imported ({_triton_problem()})"
+
+
+def trust_interpreter() -> None:
+    """Says that Triton's interpreter was made to compute as GPUs do, so that kernels may run in it from now on."""
+    global _interpreter_is_right
+    _interpreter_is_right = True
+    _by_device_type.clear()
 
 
 @contextmanager
@@ -84,8 +99,13 @@ def forced_backend(backend: Backend) -> Iterator[None]:
 
 
 def _choose(device_type: str) -> Backend:
-    runs_kernels = device_type in _TRITON_DEVICES or (device_type == "cpu" and _interpreting())
-    return "triton" if runs_kernels and triton_available() else "reference"
+    if _interpreting() and not _interpreter_is_right:  # for any dtype: operands do not tell that of their product
+        return "reference"
+    return "triton" if _has_kernels(device_type) and triton_available() else "reference"
+
+
+def _has_kernels(device_type: str) -> bool:
+    return device_type in _TRITON_DEVICES or (device_type == "cpu" and _interpreting())
 
 
 def _interpreting() -> bool:

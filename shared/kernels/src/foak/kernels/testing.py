@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foak.kernels.backend import trust_interpreter
+
 FP32_STEPS = 8
 """fp32 operations that a value passes through between its inputs and its one rounding (products, an exponential, a
 reciprocal root: the GPU's fast versions of the last two err by about 2 units)."""
@@ -205,8 +207,8 @@ def make_interpreter_round_bf16() -> None:
 
     The interpreter cuts the lower half off an fp32 number instead, which doubles the error of every bf16 result and
     would call for a wider tolerance there than on the device; and `tl.dot` multiplies the bits of bf16 operands. For
-    test sessions under `TRITON_INTERPRET=1`; it changes Triton's own class for the rest of the process, and does
-    nothing when called again.
+    test sessions under `TRITON_INTERPRET=1`, where no kernel is chosen before this is called; it changes Triton's own
+    class for the rest of the process, and does nothing when called again.
     """
     import numpy as np
     import triton.language as tl
@@ -239,3 +241,4 @@ def make_interpreter_round_bf16() -> None:
     cast_impl.rounds_bf16 = True  # type: ignore[attr-defined]
     builder.cast_impl = cast_impl
     builder.create_dot = create_dot
+    trust_interpreter()
