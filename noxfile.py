@@ -58,7 +58,8 @@ def install(session: nox.Session, names: Iterable[str], *tools: str) -> None:
 def install_triton(session: nox.Session) -> None:
     """Installs Triton for its interpreter where torch brought none."""
     if session.run("python", "-c", "import importlib.util as u; print(u.find_spec('triton'))", silent=True) == "None\n":
-        session.install(TRITON)
+        # Its interpreter needs numpy, which torch does without.
+        session.install(TRITON, "numpy")
 
 
 CHECK_LOCAL = """
@@ -299,8 +300,8 @@ def wheels(session: nox.Session, pkg: str) -> None:
     required = {line for package in packages for line in third_party(package, extras=False)}
     extras = {line for package in packages for line in third_party(package, extras=True)}
     session.install(f"--constraint={CONSTRAINTS}", *sorted(required))
-    install_triton(session)
     if pkg == "all":
+        install_triton(session)
         session.install(f"--constraint={CONSTRAINTS}", *TEST_TOOLS, *RELEASE_TOOLS, *sorted(extras))
         installed = ROOT / "integration-tests" / "wheels" / "test_installed.py"
         run_pytest(session, installed, spread=False, env={"FOAK_DIST": str(ROOT / "dist")})
@@ -310,6 +311,7 @@ def wheels(session: nox.Session, pkg: str) -> None:
     session.install("--no-index", "--find-links=dist", pkg)
     session.run("python", "-m", "pip", "check", silent=True)
     session.run("python", "-c", CHECK_WHEELS, *(package.name for package in packages))
+    install_triton(session)
     session.run("python", "tools/footprint.py", "measure", pkg)
     session.install(f"--constraint={CONSTRAINTS}", *TEST_TOOLS, *sorted(extras))
     run_pytest(session, PACKAGES[pkg].folder, *session.posargs)
