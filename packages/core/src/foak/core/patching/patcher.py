@@ -111,9 +111,16 @@ class ModelPatcher:
         self._undo.append(undo)
 
     def restore(self) -> None:
-        """Take everything off, last first. What others have wrapped since stays theirs, and passes through ours."""
+        """Take everything off, last first. What others have wrapped since stays theirs, and passes through ours.
+
+        Raises: the first error of what was registered with `on_restore`, after everything else is off.
+        """
+        first: BaseException | None = None
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                first = error if first is None else first
         while self._attributes:
             owner, name, before, ours = self._attributes.pop()
             if owner.__dict__.get(name, _ABSENT) is not ours:
@@ -125,6 +132,8 @@ class ModelPatcher:
         while self._bound:
             module, binding = self._bound.pop()
             binding.remove(module)
+        if first is not None:
+            raise first
 
     # -- one rule and one module ------------------------------------------------------------------------------------
 
