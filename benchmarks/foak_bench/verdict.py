@@ -28,7 +28,7 @@ class Verdict:
     """What the losses say about a row.
 
     Attributes:
-        counts: True, False, or None where a run that is needed for it is missing.
+        counts: True, False, or None where a run that is needed for it is missing, or gave no numbers.
         distance: the largest distance of a step's loss from float32's.
         plain: the same of plain Hugging Face.
         grad_norm: the largest relative distance of a step's gradient norm from float32's.
@@ -64,6 +64,8 @@ def judge(record: Record, records: Mapping[str, Record]) -> Verdict:
     precise = _measured(records, group, FP32, check=True)
     if precise is None:
         return Verdict(None, reason="no float32 run")
+    if not all(map(math.isfinite, [*precise.loss, *precise.grad_norm])) or 0 in precise.grad_norm:
+        return Verdict(None, reason="float32's losses or gradient norms are nothing to hold others against")
     own, plain = (_beside(records, group, name, precise) for name in (label, "plain"))
     if own is None:
         return Verdict(None, reason="not run beside the float32 one")
@@ -73,6 +75,8 @@ def judge(record: Record, records: Mapping[str, Record]) -> Verdict:
     if plain is None:
         return Verdict(None, off, None, apart, "plain did not run")
     allowed = distance(plain.loss, precise.loss)
+    if not math.isfinite(allowed):
+        return Verdict(None, off, None, apart, "plain's loss is not finite")
     near = math.isfinite(off) and off <= allowed + ROUNDING * max(precise.loss)
     return Verdict(near, off, allowed, apart)
 

@@ -149,6 +149,27 @@ def test_a_row_without_a_float32_run_is_unchecked() -> None:
     assert (verdict.counts, str(verdict)[:14]) == (None, "0.2500 (0.0%),"), "how far it is off is shown all the same"
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_nothing_is_held_against_what_is_no_number(wrong: float) -> None:
+    plain = record("plain", loss=(4.0, 3.0, wrong))
+    records = by_name(record("fp32"), plain, record("foak"))
+    for label in ("plain", "foak"):
+        verdict = judge(records[f"{WORK.name}/{label}"], records)
+        assert (verdict.counts, verdict.reason) == (None, "plain's loss is not finite")
+    records = by_name(record("fp32", loss=(4.0, 3.0, wrong)), record("plain"), record("foak"))
+    assert judge(records[f"{WORK.name}/foak"], records).reason.startswith("float32's losses")
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 0.0])
+def test_a_float32_gradient_norm_that_divides_nothing_gives_no_verdict(norm: float) -> None:
+    precise = record("fp32")
+    precise.runs[0]["grad_norm"][1] = norm
+    records = by_name(precise, record("plain"), record("foak"))
+    verdict = judge(records[f"{WORK.name}/foak"], records)
+    assert verdict.counts is None
+    assert str(verdict).startswith("unchecked: float32's losses or gradient norms")
+
+
 def test_losing_the_right_loss_is_a_regression() -> None:
     plain = record("plain", loss=(4.0, 3.0, 2.001))
     reference = by_name(record("fp32"), plain, record("foak"))
