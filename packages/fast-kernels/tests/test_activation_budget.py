@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -11,10 +12,14 @@ import torch
 from budgeted import LAYERS, MIB, Run, assert_same_run, budget_of, checkpointed, framework, llama
 from pairs import assert_untouched, snapshot
 from storages import LivingStorages
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from foak.core import ConfigError, UnsupportedError
+from foak.core.patching import ModelPatcher
 from foak.fast_kernels.checkpointing import budget as budgets
 from foak.fast_kernels.checkpointing.limit import parse_limit
+from foak.fast_kernels.checkpointing.meter import meter_for
 
 FIXED = [(4, 48)] * 4
 RAGGED = [(4, 24), (4, 48), (2, 16), (3, 40), (4, 64), (1, 8), (4, 64)]
@@ -96,6 +101,78 @@ def test_where_memory_cannot_be_read_every_layer_stays_checkpointed() -> None:
         run = Run(model, meter).steps(FIXED)
     assert run.kept == [0, 0, 0, 0]
     assert any("cannot be read on cpu" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("backend", "allocated", "counted"), [("native", 5, True), ("native", 0, False), ("cudaMallocAsync", 5, False)]
+)
+def test_a_cuda_allocator_that_does_not_count_is_not_believed(
+    backend: str, allocated: int, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its cache PyTorch's allocator leaves every counter at zero."""
+    counters = {"current": allocated, "peak": allocated, "allocated": allocated}
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda device: {"allocated_bytes": {"all": counters}}
+    )
+    assert (meter_for(torch.device("cuda", 0)) is not None) is counted
+
+
+class Scaled(nn.Module):
+    """A layer that gives its checkpointing function a keyword argument of its own."""
+
+    gradient_checkpointing = True
+    _gradient_checkpointing_func: Any
+
+    def __init__(self, **kwargs: float) -> None:
+        super().__init__()
+        self.linear, self.kwargs = nn.Linear(8, 8), kwargs
+
+    def run(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        result: Tensor = self.linear(x) * scale
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self._gradient_checkpointing_func(self.run, x, **self.kwargs)
+        return result
+
+
+def test_keyword_arguments_of_a_layer_are_not_dropped(meter: LivingStorages) -> None:
+    model = nn.Sequential(*(Scaled(scale=3.0) for _ in range(3))).train()
+    for layer in model:
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    patcher = ModelPatcher()
+    patcher.apply(model)
+    x = torch.randn(1, 4, 8, requires_grad=True)
+    expected = model(x).detach()
+    budget = budgets.ActivationBudget(model, model, list(model), 2**30, patcher)
+    budget.install(patcher)
+    for _ in range(4):
+        y = model(x)
+        assert torch.equal(y, expected)
+        y.sum().backward()
+    assert [note for note in patcher.report.notes if "every layer stays checkpointed" in note] == [
+        "activation budget (1.00 GiB): every layer stays checkpointed: its layers give keyword arguments to the "
+        "checkpointing function"
+    ]
+
+
+def test_a_forward_that_raised_leaves_nothing(meter: LivingStorages) -> None:
+    model = checkpointed(llama())
+    framework("1 GiB").apply(model)
+    run = Run(model, meter).steps(FIXED)
+    ids = torch.ones(4, 48, dtype=torch.long)
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("stopped here")
+
+    handle = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        model(input_ids=ids, labels=ids)
+    handle.remove()
+    assert budget_of(model)._forward is None
+    run.steps(FIXED)
+    assert run.kept == [0, *[LAYERS] * 7]
 
 
 def test_restore_leaves_no_trace(meter: LivingStorages) -> None:

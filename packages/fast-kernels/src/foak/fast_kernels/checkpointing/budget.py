@@ -76,7 +76,7 @@ class ActivationBudget:
         """Take the place of the checkpointing functions, from now until the patcher restores."""
         patcher.set_attribute(self.root, ATTRIBUTE, self)
         patcher.on_restore(self.root.register_forward_pre_hook(Hook(self.begin)).remove)
-        patcher.on_restore(self.root.register_forward_hook(Hook(self.end)).remove)
+        patcher.on_restore(self.root.register_forward_hook(Hook(self.end), always_call=True).remove)
         patcher.on_restore(self._take_places_back)
         self._take_places()
 
@@ -114,11 +114,11 @@ class ActivationBudget:
         self._unjudged = None
 
     def end(self, root: nn.Module, args: Any, output: Any) -> None:
-        """After each forward of the root."""
+        """After each forward of the root; one that raised has no output, and nothing is learned from it."""
         if torch.compiler.is_compiling():
             return
         forward, self._forward = self._forward, None
-        if forward is None:
+        if forward is None or output is None:
             return
         if forward.first_kept is not None:
             self._unjudged = forward
@@ -141,6 +141,10 @@ class ActivationBudget:
         forward = self._forward
         if forward is None or forward.depth or not torch.is_grad_enabled():
             return segment.function(run, *args, **kwargs)
+        if kwargs:  # only the function knows which of them are the layer's
+            self._forward = None
+            self._switch_off("its layers give keyword arguments to the checkpointing function")
+            return segment.function(run, *args, **kwargs)
         index, size = forward.calls, self._size(run, args)
         if index == 0 or forward.sizes[-1] != size:
             self._plan(forward, size)
@@ -160,7 +164,7 @@ class ActivationBudget:
         forward.depth += 1
         try:
             if not keeps:
-                output = segment.function(run, *args, **kwargs)
+                output = segment.function(run, *args)
             elif forward.slim and can_slim():
                 with Slim() as slim:
                     output = segment.keep(run, args)
@@ -269,7 +273,8 @@ class ActivationBudget:
             device = devices.pop()
             self.meter = meter_for(device)
             if self.meter is None:
-                self._switch_off(f"how much memory is allocated cannot be read on {device.type}")
+                allocator = ": its allocator is not PyTorch's own, or does not cache" if device.type == "cuda" else ""
+                self._switch_off(f"how much memory is allocated cannot be read on {device.type}{allocator}")
                 return False
         reason = sharded_by(self.modules)
         if reason is not None:

@@ -51,5 +51,12 @@ class CudaMeter:
 
 
 def meter_for(device: torch.device) -> Meter | None:
-    """The meter of a device; None where its memory cannot be read."""
-    return CudaMeter(device) if device.type == "cuda" else None
+    """The meter of a device that holds tensors; None where its memory cannot be read.
+
+    Of CUDA's allocators only PyTorch's own keeps all counters, and not without its cache
+    (PYTORCH_NO_CUDA_MEMORY_CACHING): then all of them stay zero.
+    """
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return None
+    meter = CudaMeter(device)
+    return meter if meter.read().allocated > 0 else None
