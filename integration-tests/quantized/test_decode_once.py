@@ -155,6 +155,25 @@ def test_layers_without_an_adapter_keep_theirs_too(folders: dict[str, Path], dec
     assert counts == [LAYERS * 3 * ADAPTED, LAYERS * 2 * ADAPTED]
 
 
+@pytest.mark.parametrize(("base", "fused"), [("bitsandbytes", True), ("auto_gptq", True), ("auto_gptq", False)])
+@pytest.mark.parametrize("decode_once", ["recomputation", True])
+def test_layers_that_share_a_keeper_get_their_own_weight(
+    folders: dict[str, Path], base: str, fused: bool, decode_once: bool | str
+) -> None:
+    """As the copies of a layer do that share all but a weight."""
+    found = []
+    for once in (False, decode_once):
+        model, _ = adapted(folders[base], base, once, fused=fused)
+        checkpoint_every_layer(model, reentrant=False)
+        if once:
+            for layer in model.base_model.model.model.layers:
+                shared, other = layer.self_attn.k_proj.base_layer, layer.self_attn.v_proj.base_layer
+                other.__dict__["_foak_keeper"] = shared.__dict__["_foak_keeper"]
+        found.append(step(model))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
 @pytest.mark.parametrize("base", ["bitsandbytes", "auto_gptq"])
 def test_restoring_takes_the_keepers_away_and_a_copy_has_its_own(folders: dict[str, Path], base: str) -> None:
     model, framework = adapted(folders[base], base, True)

@@ -143,6 +143,29 @@ def test_a_layer_that_accelerate_offloads(use_reentrant: bool | None, of_forward
         assert torch.equal(x.grad, 2 * plain.grad)
 
 
+def test_a_weight_that_was_replaced_is_decoded_anew() -> None:
+    layer = layer_of()
+    setattr(layer, ATTRIBUTE, Keeper(of_forwards=True))
+    x = x_of(torch.float32, 3)
+    first = layer(x)  # whose graph owns the decoding
+    assert first.requires_grad
+    layer.qweight = nn.Parameter(layer.qweight.flip(1), requires_grad=False)
+    expected = layer(x.detach())
+
+    class Recomputes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            with torch.enable_grad():
+                assert torch.equal(layer(x.detach().requires_grad_()), expected)
+            return dy
+
+    Recomputes.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+
+
 def test_the_forward_compiles_without_a_graph_break() -> None:
     layer = layer_of(act_order=True)
     eager, x = x_of(torch.float32, 3), x_of(torch.float32, 3)

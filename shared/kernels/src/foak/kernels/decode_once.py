@@ -49,7 +49,7 @@ class Keeper:
 
         Args:
             decode: `decode(dtype)` decodes the weight.
-            version: equal for two readings only if the weight is the same.
+            version: equal for two readings only if the weight is the same one, and unchanged: its address and version.
         """
         return Reading(self, decode, version)
 

@@ -224,7 +224,7 @@ def _precision(
 
 def _reader(how: DenseWeight, base: Any, weight: Tensor) -> Callable[[torch.dtype], Tensor]:
     version = _version_of(weight)
-    decode = _decoder(how, base, version)
+    decode = _decoder(how, base, weight, version)
 
     def read(dtype: torch.dtype) -> Tensor:
         if _version_of(tensor_of(base, "weight")) != version:
@@ -237,9 +237,9 @@ def _reader(how: DenseWeight, base: Any, weight: Tensor) -> Callable[[torch.dtyp
     return read
 
 
-def _decoder(how: DenseWeight, base: Any, version: int | None) -> Callable[[torch.dtype], Tensor]:
+def _decoder(how: DenseWeight, base: Any, weight: Tensor, version: int | None) -> Callable[[torch.dtype], Tensor]:
     def decode(dtype: torch.dtype) -> Tensor:
         return how.decode(base, dtype, None)
 
     keeper: Keeper | None = base.__dict__.get(KEEPER)
-    return decode if keeper is None else keeper.reading(decode, version)
+    return decode if keeper is None else keeper.reading(decode, (weight.data_ptr(), version))

@@ -44,6 +44,9 @@ class StoredWeight:
     def _version(self) -> int:
         return sum(parameter._version for parameter in self._layer.parameters(recurse=False))
 
+    def data_ptr(self) -> int:
+        return self._layer.qweight.data_ptr()
+
     def is_inference(self) -> bool:
         return self._layer.qweight.is_inference()
 
@@ -160,8 +163,9 @@ class GptqLinear(nn.Linear):
         keeper: Keeper | None = self.__dict__.get(ATTRIBUTE)
         if keeper is None or torch.compiler.is_compiling():
             return None
+        weight = self.weight
         # Of the tensors as they are now: a layer that accelerate offloads has none when its backward runs.
-        return keeper.reading(partial(_dense, stored, form), self.weight._version)
+        return keeper.reading(partial(_dense, stored, form), (weight.data_ptr(), weight._version))
 
     def groups_changed(self) -> None:
         """Looks at `g_idx` anew: to be called after it was written to. The host waits for the device here."""
@@ -173,7 +177,7 @@ class GptqLinear(nn.Linear):
 
     @property
     def weight(self) -> StoredWeight:  # type: ignore[override]
-        """Shape, dtype of the activations, device and version; all else is an `AttributeError` that says why."""
+        """Shape, dtype of the activations, device, address and version; all else: an `AttributeError` that says why."""
         return StoredWeight(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
