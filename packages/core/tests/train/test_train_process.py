@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -74,6 +75,8 @@ def test_a_signal_ends_the_run_with_a_whole_checkpoint(
     last = last_checkpoint(tmp_path / "out")
     assert last is not None
     assert f"Stopped by {number.name}; {last} is whole" in output
+    steps = re.findall(r"step +([0-9]+)/", output)
+    assert last.name == f"checkpoint-{steps[-1]}"  # of the step that it ended with, whatever save_steps is
     end = json.loads((last / "trainer_state.json").read_text())["global_step"] + 2
     resume = ("--set", "training.resume_from_checkpoint=true", "--set", f"training.max_steps={end}")
     resumed = python(*TRAIN, path, *resume)
