@@ -28,9 +28,12 @@ SECTIONS: Mapping[str, Provided] = {
     "training.activation_checkpointing": Provided("foak-fast-kernels", ("budget",)),
     "training.attention.padding_free": Provided("foak-padding-free", ("method", "attention")),
     "training.dataloader.multipack": Provided("foak-padding-free", ("num_processes", "max_tokens")),
-    "peft.quantization.auto_gptq": Provided("foak-quantized-peft", ("kernel", "from_quantized", "use_external_lib")),
+    "peft.quantization.auto_gptq": Provided(
+        "foak-quantized-peft", ("kernel", "from_quantized", "use_external_lib", "decode_once")
+    ),
     "peft.quantization.bitsandbytes": Provided(
-        "foak-quantized-peft", ("quant_type", "no_peft_model", "double_quant", "compute_dtype", "storage_dtype")
+        "foak-quantized-peft",
+        ("quant_type", "no_peft_model", "double_quant", "compute_dtype", "storage_dtype", "decode_once"),
     ),
     "peft.quantization.fused_ops_and_kernels": Provided("foak-fast-kernels", ("base_layer", *_KERNELS)),
 }
