@@ -50,7 +50,8 @@ def add_budget(patcher: ModelPatcher, model: nn.Module, train_args: Any, limit: 
         return
     budget.install(patcher)
     if on or train_args is not None:
-        budget.say(f"each forward decides how many of {len(layers_of(modules))} layers keep their activations")
+        count = len(layers_of(modules))
+        budget.say(f"on a GPU each forward decides how many of {count} layers keep their activations")
     else:
         budget.say("nothing is checkpointed, so there is nothing to do until gradient_checkpointing_enable is called")
 
